@@ -1,0 +1,52 @@
+# Every target makes .venv and installs what it needs when that is missing. `make help` lists the targets.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+RUN := OMP_WAIT_POLICY=PASSIVE $(BIN)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format lint types imports clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.11 or newer, or make ... PYTHON=path"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11: make ... PYTHON=path of a newer one"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+# A stamp a set of extras: pip runs again only when the dependencies may have changed.
+.venv/.installed-%: pyproject.toml | .venv/bin/python
+	@echo "installing lineattn[$*] and what it needs into .venv (a few minutes, once)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]"
+	@touch $@
+
+demo: .venv/.installed-demo ## train plain, MRLA-light and KCLA ResNets on small real images; table and report (a minute)
+	$(RUN)/lineattn demo
+
+test: .venv/.installed-dev ## all tests and doctests but the slow ones
+	$(RUN)/pytest -q -n 2 -m "not slow"
+
+test-slow: .venv/.installed-dev ## the tests that train
+	$(RUN)/pytest -q -m slow
+
+check: lint types imports ## format, lint, types, import contract, fast tests, doctests
+	$(RUN)/pytest -q -n 2 -m "not slow and not medium"
+
+format: .venv/.installed-dev ## write the format, and mend what the linter can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+types: .venv/.installed-dev
+	$(BIN)/pyright
+
+imports: .venv/.installed-dev
+	$(BIN)/lint-imports
+
+clean: ## remove what was built and run, .venv too
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf
