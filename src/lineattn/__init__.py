@@ -1,0 +1,34 @@
+"""Attention whose cost grows linearly: over depth, over samples, over tokens.
+
+Names are imported when they are asked for, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lineattn.hosts.attach import attach
+    from lineattn.models import create_model, list_models
+    from lineattn.registry import list_methods
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "attach", "create_model", "list_methods", "list_models"]
+
+_HOMES = {
+    "attach": "lineattn.hosts.attach",
+    "create_model": "lineattn.models",
+    "list_methods": "lineattn.registry",
+    "list_models": "lineattn.models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,57 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lineattn.errors import InputError
+
+
+def write_whole(path: Path, write: Callable[[Any], object]) -> None:
+    """Writes a binary file so that a reader finds the old one or the new one, never a part.
+
+    Args:
+        path: Where it shall stand; its folder is made.
+        write: Is given the open file.
+
+    Raises:
+        InputError: There is no room; the old file, if any, is untouched.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        # torch wraps a write that failed in a RuntimeError; what happened stands in the chain behind it.
+        if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes(error)):
+            raise InputError(f"no room on the disk to write {path}: free some, then run the command again") from error
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it, as a traceback would show them."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,1 @@
+"""Modules with parameters: one method, one file."""

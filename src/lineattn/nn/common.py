@@ -1,0 +1,148 @@
+"""Parts that several methods are made of."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineattn.errors import InputError
+from lineattn.ops.depth import Norm, attend, attend_plain
+
+
+def kernel_size(channels: int) -> int:
+    r"""Width of the channel convolution, :math:`\lfloor |\log_2 C + 1| / 2 \rfloor` made odd (ECA, arXiv 1910.03151).
+
+    Example:
+        >>> [kernel_size(c) for c in (16, 64, 128, 1024, 2048)]
+        [3, 3, 5, 5, 7]
+    """
+    size = int(abs((math.log2(channels) + 1) / 2))
+    return size if size % 2 else size + 1
+
+
+def count_heads(channels: int, head_dim: int) -> int:
+    """Heads of width ``head_dim`` in ``channels``.
+
+    Raises:
+        InputError: The width does not divide the channels.
+    """
+    if head_dim < 1 or channels % head_dim:
+        raise InputError(f"head_dim={head_dim} does not divide the {channels} channels of a site; choose a divisor")
+    return channels // head_dim
+
+
+def pool(x: Tensor) -> Tensor:
+    """``(B, C, H, W) -> (B, C)``: mean over space, at least in float32."""
+    return x.mean((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class ChannelConv(nn.Module):
+    """1-D convolution along the channel axis, one kernel for all channels, no bias: ``(B, C) -> (B, C)``.
+
+    Written as a product with shifted copies: the library's one-channel convolution is many times slower in the
+    backward than this, and under autocast it would leave float32.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, 1, kernel_size(channels)))
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return channel_conv(y, self.weight)
+
+
+def channel_conv(y: Tensor, weight: Tensor) -> Tensor:
+    """The function behind `ChannelConv`; ``weight`` is ``(1, 1, k)``."""
+    taps = weight.to(y.dtype).flatten()
+    return (F.pad(y, (len(taps) // 2, len(taps) // 2)).unfold(-1, len(taps), 1) * taps).sum(-1)
+
+
+def depthwise_value(channels: int) -> nn.Conv2d:
+    """The value projection: depth-wise 3x3, no bias, initialised as the papers do (normal, fan-out)."""
+    conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return conv
+
+
+def heads(y: Tensor, count: int) -> Tensor:
+    """``(B, C) -> (B, h, D)``; a head is a contiguous slice of the channels."""
+    return y.unflatten(-1, (count, -1))
+
+
+def softmax_over_depth(query: Tensor, keys: Tensor) -> Tensor:
+    r""":math:`\mathrm{softmax}_s(\langle q, k_s \rangle / \sqrt{D})`: ``(B, h, D), (B, h, L, D) -> (B, h, L)``.
+
+    A sum of products rather than a matrix product, which autocast would take out of float32.
+    """
+    return torch.softmax((query[..., None, :] * keys).sum(-1) / math.sqrt(query.shape[-1]), dim=-1)
+
+
+def drop_path_factor(x: Tensor, drop_path: float, training: bool) -> Tensor | None:
+    """Drop path, ``(B,)``: 0 with probability ``drop_path``, else one over the rest; ``None`` outside training."""
+    if not training or drop_path == 0:
+        return None
+    keep = 1 - drop_path
+    return x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32)).bernoulli_(keep) / keep
+
+
+def read_out(
+    x: Tensor,
+    read: Tensor,
+    value: nn.Conv2d | None,
+    gate: Tensor | None,
+    norm: nn.Module,
+    *,
+    relu: bool,
+    gain: Tensor | None,
+    drop: Tensor | None,
+    shortcut: Tensor | None = None,
+    decay: Tensor | None = None,
+) -> Tensor:
+    """`lineattn.ops.depth.attend` for modules: tracks the batch norm's counter as PyTorch's own module does.
+
+    A norm that somebody put in the batch norm's place (synchronised, frozen) is called as it is.
+    """
+    kernel = None if value is None else value.weight
+    extra = {"relu": relu, "gain": gain, "drop": drop, "shortcut": shortcut, "decay": decay}
+    if type(norm) is not nn.BatchNorm2d:
+        return attend_plain(x, read, kernel, gate, norm, **extra)
+    return attend(x, read, kernel, gate, batch_norm_data(norm), **extra)
+
+
+def batch_norm_data(norm: nn.BatchNorm2d) -> Norm:
+    """The module's batch normalisation as data; in training, counts the batch."""
+    momentum = norm.momentum
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    training = norm.training or norm.running_mean is None
+    return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, training, momentum or 0.0, norm.eps)
+
+
+def norm_as_affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Slope and offset ``(C,)`` of a batch norm in evaluation."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    slope = norm.weight.detach() * torch.rsqrt(norm.running_var + norm.eps)
+    return slope, norm.bias.detach() - norm.running_mean * slope
+
+
+def fold_into_norm(norm: nn.BatchNorm2d, gain: Tensor, *, relu: bool) -> None:
+    """Multiplies a gain a channel into the batch norm before it, in place.
+
+    Raises:
+        InputError: A ReLU stands between them and a gain is negative.
+    """
+    negative = int((gain < 0).sum())
+    if relu and negative:
+        raise InputError(
+            f"{negative} of {len(gain)} gains are negative and stand behind a ReLU, so they can't be folded into the "
+            "batch norm before it; keep init='identity' for this network (host.fuse() needs no folding)"
+        )
+    with torch.no_grad():
+        norm.weight.mul_(gain)
+        norm.bias.mul_(gain)

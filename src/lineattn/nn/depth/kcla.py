@@ -1,0 +1,329 @@
+r"""Key-Correlated Layer Attention.
+
+"KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+
+Keys of different layers point nearly the same way, so the attention of layer :math:`t` to layer :math:`s` depends on
+:math:`s` almost only through the length of its key. With one fixed temperature :math:`D_h` a head, the weighted sum
+over all earlier layers then obeys a recurrence with a state of fixed size:
+
+.. math::
+    S_{t,h} = \lVert k_{t,h} \rVert / D_h, \qquad
+    m_t = \frac{\sum_{s \le t} e^{S_s} x_s}{\sum_{s \le t} e^{S_s}}, \qquad
+    o_t = \mathrm{ReLU}(\mathrm{BN}(\sigma(\Phi\,\rho_t) \odot V_t * m_t)), \qquad
+    \rho_{t,h} = \langle q_{t,h}, k_{t,h} / \lVert k_{t,h} \rVert \rangle
+
+with :math:`q, k` channel convolutions of the pooled map and :math:`D_h = P_h \sqrt{D}`, :math:`P_h` log-spaced from
+:math:`p` to :math:`1/p`. Cost O(L); state: one map and ``h`` scalars a sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from lineattn.errors import InputError, unknown
+from lineattn.nn.common import (
+    ChannelConv,
+    count_heads,
+    depthwise_value,
+    drop_path_factor,
+    fold_into_norm,
+    heads,
+    norm_as_affine,
+    pool,
+    read_out,
+)
+from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.ops.depth import accumulate, attend_folded, per_channel, running_mean
+from lineattn.registry import register
+
+# Below this length a key has no direction; it also bounds the gradient of the direction.
+_SHORT = 1e-6
+
+
+class KCLAState(NamedTuple):
+    """What KCLA carries from site to site.
+
+    Attributes:
+        mean: :math:`m`, ``(B, C, H, W)``, at least float32.
+        log_norm: :math:`\\ell`, ``(B, h)``, at least float32.
+        direction: Sum of all keys, ``(B, h, D)``, for the variant ``ref-det0`` only.
+    """
+
+    mean: Tensor
+    log_norm: Tensor
+    direction: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Where the published codes part from the paper and from each other.
+
+    Attributes:
+        score: ``paper`` divides the key's length by :math:`P_h \\sqrt{D}`, ``multiply`` multiplies it by
+            :math:`P_h` (so that head 1 is the softest), ``divide`` divides it by :math:`P_h`.
+        clamp: Largest score, or ``None``; a clamped score passes no gradient to its key.
+        eps: Added to the normaliser of what is read.
+        gate: Whether the gate mixes heads by :math:`\\Phi`, or is :math:`\\sigma(\\rho)`.
+        direction: Key that the query is compared with: the ``current`` one or the ``running`` sum of all.
+        relu: Whether a ReLU follows the batch norm.
+        own_transition_key: Whether a transition has a channel convolution of its own for its key, or uses the site's.
+        transition_conv: ``changes``: a transition has a 1x1 convolution, without a bias, where width or resolution
+            changes. ``always``: every transition has one, with a bias.
+    """
+
+    score: Literal["paper", "multiply", "divide"] = "paper"
+    clamp: float | None = None
+    eps: float = 0.0
+    gate: Literal["mixed", "plain"] = "mixed"
+    direction: Literal["current", "running"] = "current"
+    relu: bool = True
+    own_transition_key: bool = True
+    transition_conv: Literal["changes", "always"] = "changes"
+
+
+VARIANTS = {
+    "paper": Variant(),
+    "ref-cls": Variant(score="multiply", clamp=10.0, eps=1e-3),
+    "ref-det0": Variant(clamp=10.0, eps=1e-3, direction="running"),
+    "ref-seg": Variant(
+        score="divide", clamp=10.0, gate="plain", relu=False, own_transition_key=False, transition_conv="always"
+    ),
+}
+
+
+def temperatures(count: int, p: float) -> Tensor:
+    """:math:`P_h`, log-spaced from ``p`` to ``1 / p``; one head gets their geometric mean, 1.
+
+    Example:
+        >>> [round(t, 3) for t in temperatures(3, 0.7).tolist()]
+        [0.7, 1.0, 1.429]
+    """
+    if count == 1:
+        return torch.ones(1)
+    return torch.logspace(math.log(p), -math.log(p), count, base=math.e)
+
+
+class Transition(nn.Module):
+    """Brings the mean of a stage to the width and resolution of the next, where it counts as one layer.
+
+    :math:`r = \\mathrm{BN}(\\mathrm{Conv}_{1 \\times 1}(m))`, grouped by heads; but for the variant
+    ``ref-seg`` the convolution is left out where neither width nor resolution changes.
+    """
+
+    def __init__(self, site: Site, head_count: int, variant: Variant) -> None:
+        super().__init__()
+        before = site.prev_channels
+        if before is None:
+            raise InputError("a transition needs the width of the previous site (Site.prev_channels)")
+        self.conv = None
+        always = variant.transition_conv == "always"
+        if always or before != site.channels or site.stride != 1:
+            groups = math.gcd(head_count, before)
+            self.conv = nn.Conv2d(before, site.channels, 1, stride=site.stride, groups=groups, bias=always)
+            nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+        self.norm = nn.BatchNorm2d(site.channels)
+        self.key = ChannelConv(site.channels) if variant.own_transition_key else None
+
+    def forward(self, mean: Tensor) -> Tensor:
+        weight = self.norm.weight if self.conv is None else self.conv.weight
+        r = mean.to(weight.dtype)
+        if self.conv is not None:
+            r = self.conv(r)
+        return self.norm(r)
+
+
+@register(
+    "kcla",
+    axis="depth",
+    title="Key-Correlated Layer Attention",
+    paper="KCLA: Key-Correlated Layer Attention (2026)",
+    arxiv="2606.28405",
+    cost="O(L)",
+    state="O(1)",
+)
+class KCLA(DepthAttention):
+    r"""Layer attention at linear cost by a running mean of the earlier layers' outputs.
+
+    .. math::
+        m_t = m_{t-1} + \sigma(S_t - \ell_{t-1}) (x_t - m_{t-1}), \qquad
+        o_t = \mathrm{ReLU}(\mathrm{BN}(\sigma(\Phi \rho_t) \odot V_t * m_t))
+
+    Cost O(L) for a network of L layers; state O(1), one map and ``h`` scalars a sample.
+
+    Note:
+        The released code is not the paper: for classification it multiplies the key's length by :math:`P_h` and has no
+        :math:`\sqrt{D}`, clamps scores at 10 and adds 1e-3 to the normaliser. ``variant`` selects such a form
+        (``ref-cls``, ``ref-det0``, ``ref-seg``); the default is the paper's, which needs no clamp in this form.
+
+    Args:
+        site: Where the module stands.
+        head_dim: Width :math:`D` of a head; it divides the site's channels. The papers use 16 on CIFAR, 32 on ImageNet.
+        variant: ``paper`` or one of the published codes.
+        p: Smallest temperature factor, in (0, 1].
+        drop_path: Probability of leaving out the attention of a sample in training.
+        init: ``identity`` (zero gain) or ``paper``.
+
+    Shape:
+        - ``out``: ``(B, C, H, W)``; ``shortcut`` is not read.
+        - ``state``: `KCLAState` or ``None``.
+        - Returns ``(B, C, H, W)`` and the new `KCLAState`.
+
+    Example:
+        >>> attention = KCLA(Site(channels=32), head_dim=16)
+        >>> x = torch.randn(2, 32, 8, 8)
+        >>> out, state = attention(x, None, None)
+        >>> torch.equal(out, x), state.log_norm.shape
+        (True, torch.Size([2, 2]))
+
+    Reference:
+        "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, equations 7-11 and algorithm 1.
+    """
+
+    carries = True
+    inv_temperature: Tensor
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        head_dim: int = 32,
+        variant: str = "paper",
+        p: float = 0.7,
+        drop_path: float = 0.2,
+        init: Init = "identity",
+    ) -> None:
+        super().__init__(site, drop_path=drop_path, init=init)
+        if variant not in VARIANTS:
+            raise unknown("KCLA variant", variant, VARIANTS)
+        if not 0 < p <= 1:
+            raise InputError(f"p is {p}; it must be in (0, 1]")
+        self.head_dim, self.head_count = head_dim, count_heads(site.channels, head_dim)
+        self.variant_name, self.variant = variant, VARIANTS[variant]
+
+        factor = temperatures(self.head_count, p)
+        if self.variant.score == "paper":
+            inverse = 1 / (factor * math.sqrt(head_dim))
+        else:
+            inverse = factor if self.variant.score == "multiply" else 1 / factor
+        self.register_buffer("inv_temperature", inverse, persistent=False)
+
+        self.query = ChannelConv(site.channels)
+        self.key = ChannelConv(site.channels)
+        self.value = depthwise_value(site.channels)
+        self.norm = nn.BatchNorm2d(site.channels)
+        self.gate = None
+        if self.variant.gate == "mixed":
+            self.gate = nn.Linear(self.head_count, self.head_count, bias=False)
+            nn.init.xavier_uniform_(self.gate.weight)
+        self.transition = Transition(site, self.head_count, self.variant) if site.entry == "transition" else None
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, variant={self.variant_name!r}, entry={self.site.entry!r}"
+
+    def forward(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> tuple[Tensor, KCLAState]:
+        state, gate = self.update(out, state)
+        drop = drop_path_factor(out, self.drop_path, self.training)
+        gate = per_channel(gate, out.shape[1])
+        x = read_out(out, state.mean, self.value, gate, self.norm, relu=self.variant.relu, gain=self.gain, drop=drop)
+        return x, state
+
+    def weights(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> dict[str, Tensor]:
+        """``query``, ``key`` ``(B, h, D)``; ``score``, ``share`` (of this layer in the mean), ``gate`` ``(B, h)``."""
+        query, key, score = self._address(out)
+        after, gate = self.update(out, state)
+        return {"query": query, "key": key, "score": score, "share": (score - after.log_norm).exp(), "gate": gate}
+
+    def update(self, out: Tensor, state: KCLAState | None) -> tuple[KCLAState, Tensor]:
+        """Writes ``out`` into the state; returns it with the gate ``(B, h)`` for reading it."""
+        state = self._enter(state)
+        query, key, score = self._address(out)
+        direction = None
+        if state is None:
+            mean, log_norm = out.to(score.dtype), score
+        else:
+            log_norm, share = accumulate(state.log_norm, score)
+            mean = running_mean(state.mean, out, share)
+        if self.variant.direction == "running":
+            before = None if state is None else state.direction
+            direction = key if before is None else before + key
+        towards = key if direction is None else direction
+        rho = (query * towards).sum(-1) / towards.norm(dim=-1).clamp_min(_SHORT)
+        if self.gate is not None:
+            # Not nn.Linear's own product: under autocast it would leave float32.
+            rho = (rho[:, None] * self.gate.weight.to(rho.dtype)).sum(-1)
+        gate = torch.sigmoid(rho)
+        if self.variant.eps:
+            gate = gate / (1 + self.variant.eps * torch.exp(-log_norm))
+        return KCLAState(mean, log_norm, direction), gate
+
+    def _enter(self, state: KCLAState | None) -> KCLAState | None:
+        """At a transition, the old state as the first layer of the new stage."""
+        if self.transition is None:
+            return state
+        assert state is not None
+        r = self.transition(state.mean)
+        conv = self.key if self.transition.key is None else self.transition.key
+        key = heads(conv(pool(r)), self.head_count)
+        direction = key if self.variant.direction == "running" else None
+        score = self._score(key)
+        return KCLAState(r.to(score.dtype), score, direction)
+
+    def _address(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pooled = pool(out)
+        query, key = heads(self.query(pooled), self.head_count), heads(self.key(pooled), self.head_count)
+        return query, key, self._score(key)
+
+    def _score(self, key: Tensor) -> Tensor:
+        length = torch.sqrt(key.square().sum(-1) + torch.finfo(torch.float32).tiny)
+        score = length * self.inv_temperature.to(length.dtype)
+        return score if self.variant.clamp is None else score.clamp(max=self.variant.clamp)
+
+    def fuse(self) -> FusedKCLA:
+        return FusedKCLA(self)
+
+    def _fold_gain(self, gain: Tensor) -> None:
+        fold_into_norm(self.norm, gain, relu=self.variant.relu)
+
+
+class FusedKCLA(nn.Module):
+    r"""KCLA for evaluation: everything constant is folded into one kernel and one bias.
+
+    .. math:: o_t = \mathrm{ReLU}(g_t \odot V' * m_t + b'), \qquad
+              V' = \frac{\gamma}{\sigma} V, \quad b' = \beta - \frac{\mu \gamma}{\sigma}
+
+    The transition's batch norm is folded into its convolution, and a gain into :math:`V'` and :math:`b'`, but for its
+    sign, which a ReLU doesn't let through.
+    """
+
+    kernel: Tensor
+    bias: Tensor
+    sign: Tensor | None
+
+    def __init__(self, attention: KCLA) -> None:
+        super().__init__()
+        core = copy.deepcopy(attention).eval()
+        gain = torch.ones_like(core.norm.weight) if core.gain is None else core.gain.detach()
+        slope, offset = norm_as_affine(core.norm)
+        turned = core.variant.relu and bool((gain < 0).any())
+        size = gain.abs() if turned else gain
+        self.register_buffer("kernel", core.value.weight.detach() * (slope * size)[:, None, None, None])
+        self.register_buffer("bias", offset * size)
+        self.register_buffer("sign", gain.sign() if turned else None)
+        if core.transition is not None and core.transition.conv is not None:
+            core.transition.conv = fuse_conv_bn_eval(core.transition.conv, core.transition.norm)
+            core.transition.set_submodule("norm", nn.Identity())
+        core.gain = None
+        del core.value, core.norm
+        self.core = core
+
+    def forward(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> tuple[Tensor, KCLAState]:
+        state, gate = self.core.update(out, state)
+        gate = per_channel(gate, out.shape[1])
+        return attend_folded(out, state.mean, self.kernel, gate, self.bias, self.core.variant.relu, self.sign), state

@@ -1,0 +1,122 @@
+r"""Standard layer attention: softmax attention of a layer to all earlier layers of its stage.
+
+"Cross-Layer Retrospective Retrieving via Layer Attention" (Fang, Cai, Chen, Ye, Li; ICLR 2023), arXiv 2302.03985,
+where it is the starting point; equations 2-3 of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+
+Layer :math:`t` applies its own projections to all outputs so far:
+
+.. math::
+    o_t = \mathrm{ReLU}\Big(\mathrm{BN}\Big(\sum_{s \le t} a_{t,s}\, V_t * x_s\Big)\Big), \qquad
+    a_t = \mathrm{softmax}_s(\langle Q_t y_t, K_t y_s \rangle / \sqrt{D}), \qquad y_s = \mathrm{GAP}(x_s)
+
+Cost O(L²); state O(L), one map a layer. A share is one number a head and :math:`V_t` a depth-wise convolution, so
+:math:`\sum_s a_s (V_t * x_s) = V_t * \sum_s a_s x_s` holds exactly: one convolution a layer instead of ``t``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lineattn.nn.common import (
+    ChannelConv,
+    count_heads,
+    depthwise_value,
+    drop_path_factor,
+    fold_into_norm,
+    heads,
+    pool,
+    read_out,
+    softmax_over_depth,
+)
+from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.ops.depth import mix
+from lineattn.registry import register
+
+
+class LayerSoftmaxState(NamedTuple):
+    """Outputs ``(B, C, H, W)`` of the stage's layers so far, and their means over space ``(B, C)``."""
+
+    maps: tuple[Tensor, ...]
+    pooled: tuple[Tensor, ...]
+
+
+@register(
+    "layer_softmax",
+    axis="depth",
+    title="Standard layer attention",
+    paper="Cross-Layer Retrospective Retrieving via Layer Attention (2023)",
+    arxiv="2302.03985",
+    cost="O(L^2)",
+    state="O(L)",
+    no_gradient=(
+        ("query.weight", "where a stage starts there is one layer to attend to, and the softmax of one is 1"),
+        ("key.weight", "where a stage starts there is one layer to attend to, and the softmax of one is 1"),
+    ),
+)
+class LayerSoftmax(DepthAttention):
+    r"""Softmax attention over depth with the present layer's query, keys and values.
+
+    .. math::
+        o_t = \mathrm{ReLU}(\mathrm{BN}(
+            V_t * \textstyle\sum_s \mathrm{softmax}_s(\langle q_t, K_t y_s\rangle / \sqrt{D})\, x_s))
+
+    Cost O(L²) in the mixing of maps; state O(L), one map a layer.
+
+    Args:
+        site: Where the module stands; its stage's layers are all it sees.
+        head_dim: Width :math:`D` of a head; it divides the site's channels.
+        drop_path: Probability of leaving out the attention of a sample in training.
+        init: ``identity`` (zero gain) or ``paper``.
+
+    Shape:
+        - ``out``: ``(B, C, H, W)``; ``shortcut`` is not read.
+        - ``state``: `LayerSoftmaxState` or ``None``.
+        - Returns ``(B, C, H, W)`` and the new `LayerSoftmaxState`.
+
+    Example:
+        >>> attention = LayerSoftmax(Site(channels=32), head_dim=16)
+        >>> out, state = attention(torch.randn(2, 32, 8, 8), None, None)
+        >>> out.shape, len(state.maps)
+        (torch.Size([2, 32, 8, 8]), 1)
+
+    Reference:
+        "Cross-Layer Retrospective Retrieving via Layer Attention" (2023), arXiv 2302.03985, equation 3.
+    """
+
+    def __init__(self, site: Site, *, head_dim: int = 32, drop_path: float = 0.2, init: Init = "identity") -> None:
+        super().__init__(site, drop_path=drop_path, init=init)
+        self.head_dim, self.head_count = head_dim, count_heads(site.channels, head_dim)
+        self.query = ChannelConv(site.channels)
+        self.key = ChannelConv(site.channels)
+        self.value = depthwise_value(site.channels)
+        self.norm = nn.BatchNorm2d(site.channels)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}"
+
+    def forward(
+        self, out: Tensor, shortcut: Tensor | None, state: LayerSoftmaxState | None
+    ) -> tuple[Tensor, LayerSoftmaxState]:
+        state = self._write(out, state)
+        read = mix(state.maps, self._attention(state)["share"])
+        drop = drop_path_factor(out, self.drop_path, self.training)
+        return read_out(out, read, self.value, None, self.norm, relu=True, gain=self.gain, drop=drop), state
+
+    def weights(self, out: Tensor, shortcut: Tensor | None, state: LayerSoftmaxState | None) -> dict[str, Tensor]:
+        """``query`` ``(B, h, D)``, ``keys`` ``(B, h, L, D)`` and ``share`` ``(B, h, L)`` over the layers so far."""
+        return self._attention(self._write(out, state))
+
+    def _write(self, out: Tensor, state: LayerSoftmaxState | None) -> LayerSoftmaxState:
+        before = LayerSoftmaxState((), ()) if state is None else state
+        return LayerSoftmaxState((*before.maps, out), (*before.pooled, pool(out)))
+
+    def _attention(self, state: LayerSoftmaxState) -> dict[str, Tensor]:
+        query = heads(self.query(state.pooled[-1]), self.head_count)
+        keys = heads(self.key(torch.stack(state.pooled, dim=1)), self.head_count).transpose(1, 2)
+        return {"query": query, "keys": keys, "share": softmax_over_depth(query, keys)}
+
+    def _fold_gain(self, gain: Tensor) -> None:
+        fold_into_norm(self.norm, gain, relu=True)

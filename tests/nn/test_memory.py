@@ -1,0 +1,54 @@
+"""What a site keeps for the backward, beside the maps that the blocks of the network keep anyway."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.nn.chain import CASES, Case, build, draw, run
+from torch import Tensor
+
+SITES, CHANNELS, SIZE = 6, 16, 32
+MAPS = {  # a site: what it keeps
+    "kcla": 1,  # the mean
+    "layer_softmax": 1,  # the mixed map
+    "mrla_base": 2,  # the value, which is state, and the mixed map
+    "mrla_light-shortcut": 0,
+    "mrla_light-attention": 2,  # the value and the state
+}
+
+
+class Kept:
+    """Storages that autograd saves, each once, without those of the tensors given."""
+
+    def __init__(self, *without: Tensor) -> None:
+        self.without = {t.untyped_storage().data_ptr() for t in without}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.without:
+            self.storages[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_kept_maps(case: Case, training: bool, dtype: torch.dtype):
+    stage = (("", CHANNELS, (SIZE, SIZE), SITES),)
+    chain = build(case, stages=stage).float().train(training)
+    outs, shortcuts = ([x.detach().to(dtype).requires_grad_() for x in maps] for maps in draw(stages=stage))
+    kept = Kept(*outs, *shortcuts, *chain.parameters())
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t),
+    ):
+        run(chain, outs, shortcuts)
+    maps = SITES * MAPS.get(case.id, MAPS.get(case.method))
+    if case.method == "kcla":  # its mean is float32, and in float32 the first one is the first output
+        maps = maps - 1 if dtype == torch.float32 else 2 * maps
+    assert maps <= kept.bytes / outs[0].nbytes < maps + 0.05 * SITES
