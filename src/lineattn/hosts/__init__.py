@@ -1,0 +1,1 @@
+"""How a method meets a backbone that somebody else wrote; imports torch alone."""

@@ -1,0 +1,216 @@
+"""Attaching a method to a network, with the proof that the network is still the same."""
+
+from __future__ import annotations
+
+import copy as copying
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineattn import registry
+from lineattn.errors import InputError, unknown
+from lineattn.hosts import plans
+from lineattn.hosts.depth_host import DepthHost
+from lineattn.hosts.site import StateScope, derive
+from lineattn.hosts.step import Plan, Step
+from lineattn.nn.depth.base import DepthAttention, Init
+
+
+def attach(
+    net: nn.Module,
+    method: str | type[DepthAttention],
+    *,
+    init: Init = "identity",
+    scope: str | StateScope | None = None,
+    copy: bool = False,
+    **method_args: Any,
+) -> DepthHost:
+    """Puts attention over depth behind every block of a network.
+
+    The network is run once on a small random input, by itself and step by step as the host will: where the two differ
+    (a subclass with a forward of its own, something between two steps) the first step that does is named.
+
+    Args:
+        net: A network of a family that has a plan: CIFAR ResNets and torchvision's. Its modules are shared.
+        method: Registry name of the method, or its class.
+        init: ``identity`` leaves the network's outputs as they are until it is trained; ``paper`` starts as published.
+        scope: Reach of the state: ``carry`` through the network, ``per_stage``, ``every=k`` blocks of a stage, or
+            ``anchors=i,j``. By default ``carry`` where the method can, else ``per_stage``.
+        copy: Work on a copy of the network.
+        method_args: Arguments of the method; ``head_dim`` is the family's unless given.
+
+    Returns:
+        The host, on the device of the network and of its type of numbers.
+
+    Raises:
+        InputError: No plan fits, no such method or argument, or the host would not compute what the network does.
+
+    Example:
+        >>> import lineattn
+        >>> host = lineattn.attach(lineattn.create_model("resnet20_cifar").eval(), "kcla")
+        >>> x = torch.randn(2, 3, 32, 32)
+        >>> torch.equal(host(x), host.backbone(x))
+        True
+    """
+    cls, name = (
+        (registry.get(method, axis="depth").cls, method) if isinstance(method, str) else (method, method.__name__)
+    )
+    plan = plans.find(net)
+    reach = StateScope.parse(scope, carries=cls.carries)
+    takes_head_dim = "head_dim" in _known_arguments(cls, name, method_args)
+    if copy:
+        net = copying.deepcopy(net)
+
+    probe = _probe(net, plan.probe_size)
+    walked = prove(net, plan, probe, split=False)
+    modules = {}
+    for path, site in derive(walked, reach, carries=cls.carries).items():
+        defaults = {"head_dim": math.gcd(plan.head_dim, site.channels)} if takes_head_dim else {}
+        modules[path] = cls(site, init=init, **(defaults | method_args))
+    host = DepthHost(net, plan, modules, _feature_info(walked, probe))
+    if host.needs_shortcut:
+        prove(net, plan, probe, split=True)
+    like = next(net.parameters())
+    host.sites.to(device=like.device, dtype=like.dtype).train(net.training)
+    host.training = net.training
+    return host
+
+
+def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> list[tuple[Step, torch.Size]]:
+    """Compares a network with its plan, step by step.
+
+    Args:
+        net: The network; left as it was found, its training flags and the random state too.
+        plan: How the host would walk it.
+        probe: An input.
+        split: Whether to walk the blocks in two halves, branch and shortcut.
+
+    Returns:
+        The steps and the shapes of their outputs.
+
+    Raises:
+        InputError: The first step whose output isn't the network's own, or that can't be split.
+    """
+    walked: list[tuple[Step, torch.Size]] = []
+    with _evaluating(net), torch.no_grad():
+        steps = list(plan.steps(net))
+        logits, outputs, ran = _run_plain(net, steps, probe)
+        with _recording(net) as ran_walked, _same_draws(probe):
+            x = probe
+            for step in steps:
+                x = _walk_step(step, x, split)
+                if step.path not in outputs:
+                    raise InputError(f"{_name(net)}: its forward never calls {step.path!r}, which a {plan.family} does")
+                _compare(x, outputs[step.path], f"{_name(net)}: {step.path!r} is the first step that puts out", plan)
+                walked.append((step, x.shape))
+            _compare(plan.head(net, x, False), logits, f"{_name(net)}: after the last step, the head puts out", plan)
+    if extra := sorted(ran - ran_walked):
+        raise InputError(f"{_name(net)}: its forward calls {extra[0]!r}, which a {plan.family} has not; write a plan")
+    return walked
+
+
+def _walk_step(step: Step, x: Tensor, split: bool) -> Tensor:
+    if not (split and step.site):
+        return step.module(x)
+    if step.split is None:
+        raise InputError(f"{step.path!r} can't be split into branch and shortcut, which this method needs")
+    branch, shortcut, act = step.split(step.module, x)
+    branch += shortcut
+    return act(branch)
+
+
+def _run_plain(net: nn.Module, steps: list[Step], probe: Tensor) -> tuple[Tensor, dict[str, Tensor], set[str]]:
+    """The network's own outputs, those of its steps, and the names of the layers that ran."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(path: str, _module: nn.Module, _args: object, out: Tensor) -> None:
+        # A copy: the next step may work in place. The first call counts, as a step is walked once.
+        outputs.setdefault(path, out.clone())
+
+    with ExitStack() as stack:
+        for step in steps:
+            stack.callback(step.module.register_forward_hook(partial(keep, step.path)).remove)
+        ran = stack.enter_context(_recording(net))
+        stack.enter_context(_same_draws(probe))
+        return net(probe), outputs, ran
+
+
+@contextmanager
+def _recording(net: nn.Module) -> Iterator[set[str]]:
+    """Names of the layers with parameters that are called meanwhile: one behind a zero gain shows only here."""
+    ran: set[str] = set()
+    with ExitStack() as stack:
+        for name, module in net.named_modules():
+            if next(module.parameters(recurse=False), None) is not None and name:
+                hook = module.register_forward_hook(lambda _module, _args, _out, name=name: ran.add(name))
+                stack.callback(hook.remove)
+        yield ran
+
+
+@contextmanager
+def _evaluating(net: nn.Module) -> Iterator[None]:
+    flags = {module: module.training for module in net.modules()}
+    try:
+        net.eval()
+        yield
+    finally:
+        for module, training in flags.items():
+            module.training = training
+
+
+@contextmanager
+def _same_draws(probe: Tensor) -> Iterator[None]:
+    """Random numbers drawn inside start from one seed, and the user's stream goes on as if there had been none."""
+    with torch.random.fork_rng([probe.device] if probe.is_cuda else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _probe(net: nn.Module, size: int) -> Tensor:
+    first = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
+    draws = torch.Generator().manual_seed(0)
+    probe = torch.randn(2, first.in_channels, size, size, generator=draws)
+    return probe.to(first.weight)
+
+
+def _compare(ours: Tensor, theirs: Tensor, what: str, plan: Plan) -> None:
+    if torch.equal(ours, theirs):
+        return
+    if ours.shape != theirs.shape:
+        difference = f"shape {tuple(theirs.shape)}, not {tuple(ours.shape)}"
+    else:
+        worst = (ours - theirs).abs().max().item()
+        if worst <= 8 * torch.finfo(ours.dtype).eps * theirs.abs().max().item():
+            return  # an accelerator may choose another kernel for the same step
+        difference = f"other numbers (by up to {worst:.2g})"
+    raise InputError(
+        f"{what} {difference} than a {plan.family} would: the network's forward does more than its plan says; "
+        "attach to the original class, or write a plan for this one"
+    )
+
+
+def _name(net: nn.Module) -> str:
+    return type(net).__qualname__
+
+
+def _feature_info(walked: list[tuple[Step, torch.Size]], probe: Tensor) -> list[dict[str, Any]]:
+    return [
+        {"num_chs": shape[1], "reduction": probe.shape[2] // shape[2], "module": f"backbone.{step.path}"}
+        for step, shape in walked
+        if step.stage_end
+    ]
+
+
+def _known_arguments(cls: type[DepthAttention], name: str, given: dict[str, Any]) -> set[str]:
+    """Names of the method's own arguments; those given are among them."""
+    known = inspect.signature(cls).parameters.keys() - {"site", "init"}
+    for key in given:
+        if key not in known:
+            raise unknown(f"argument of {name}", key, known)
+    return known

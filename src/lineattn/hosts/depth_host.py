@@ -1,0 +1,248 @@
+"""A backbone with attention over depth: the untouched network, and the methods beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from lineattn.errors import InputError
+from lineattn.hosts.checkpointing import checkpointed
+from lineattn.hosts.fold import fold_batch_norms
+from lineattn.hosts.step import Plan, Step
+from lineattn.nn.depth.base import DepthAttention
+
+
+def site_key(path: str) -> str:
+    """The name under ``sites.`` of what stands behind the step at ``path``."""
+    return path.replace(".", "_")
+
+
+class DepthHost(nn.Module):
+    r"""A network whose blocks look back at the blocks before them.
+
+    .. math:: x_t = block_t(\tilde x_{t-1}), \qquad \tilde x_t, s_t = site_t(x_t, s_{t-1})
+
+    The network keeps its class and its parameters' names under ``backbone.``; the methods are under ``sites.``. The
+    host walks the steps of the plan at each call, reading them from the network, and hands the state on as an
+    argument. `lineattn.attach` builds one.
+
+    Args:
+        backbone: The network.
+        plan: How it is walked.
+        sites: The method behind each step, by the step's path; steps that are left out stay plain.
+        feature_info: Of each map of `features`, ``num_chs``, ``reduction`` and ``module``.
+
+    Shape:
+        - Input and output: those of the network.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        plan: Plan,
+        sites: Mapping[str, DepthAttention],
+        feature_info: Sequence[Mapping[str, Any]],
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.sites = nn.ModuleDict({site_key(path): module for path, module in sites.items()})
+        self.plan = plan
+        self.feature_info = [dict(info) for info in feature_info]
+        self.needs_shortcut = any(module.needs_shortcut for module in sites.values())
+        self.grad_checkpointing = False
+        self._starts = frozenset(site_key(path) for path, module in sites.items() if module.site.entry == "start")
+
+    @property
+    def num_features(self) -> int:
+        """Channels of the last map."""
+        return self.feature_info[-1]["num_chs"]
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the classifier; 0 without one."""
+        return getattr(self.get_classifier(), "out_features", 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The map that the head reads."""
+        return self._walk(x, keep=())[0]
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        """The map at the end of each stage, with attention."""
+        return self._walk(x, keep=range(len(self.feature_info)))[1]
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """From the last map to the logits, or with ``pre_logits`` to what the classifier reads."""
+        return self.plan.head(self.backbone, x, pre_logits)
+
+    @overload
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = ...,
+        norm: bool = ...,
+        stop_early: bool = ...,
+        output_fmt: str = ...,
+        intermediates_only: Literal[False] = ...,
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    @overload
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = ...,
+        norm: bool = ...,
+        stop_early: bool = ...,
+        output_fmt: str = ...,
+        *,
+        intermediates_only: Literal[True],
+    ) -> list[Tensor]: ...
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Maps at the ends of stages, with timm's arguments.
+
+        Args:
+            x: Input of the network.
+            indices: Which stages: their indices (negative ones count from the end), the last ``n``, or all.
+            norm: Without effect: these networks have no norm behind their maps.
+            stop_early: Leave out the steps behind the last stage that is asked for.
+            output_fmt: ``NCHW``.
+            intermediates_only: Return the maps alone.
+
+        Returns:
+            The last map that was computed, and the list of the maps asked for.
+
+        Raises:
+            InputError: There is no such stage, or another format is asked for.
+        """
+        if output_fmt != "NCHW":
+            raise InputError(f"output_fmt is {output_fmt!r}; these maps are 'NCHW'")
+        stages = len(self.feature_info)
+        if indices is None or isinstance(indices, int):
+            indices = range(-(stages if indices is None else indices), 0)
+        keep = sorted({i + stages if i < 0 else i for i in indices})
+        if not keep or keep[0] < 0 or keep[-1] >= stages:
+            raise InputError(f"indices {list(indices)}: this network has stages 0 to {stages - 1}")
+        x, maps = self._walk(x, keep, stop=keep[-1] if stop_early else None)
+        return maps if intermediates_only else (x, maps)
+
+    def get_classifier(self) -> nn.Module:
+        """The network's classifier."""
+        return self.backbone.get_submodule(self.plan.classifier)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Puts a new classifier in; with ``num_classes=0`` the pooled features come out.
+
+        Raises:
+            InputError: Another pooling is asked for; it belongs to the network.
+        """
+        if global_pool is not None:
+            raise InputError(f"global_pool is {global_pool!r}; the pooling of the {self.plan.family} can't be changed")
+        like = next(self.backbone.parameters())
+        new = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.backbone.set_submodule(self.plan.classifier, new.to(like))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block and its site in the backward pass, instead of keeping what is inside.
+
+        Gradients and running statistics are those of the ordinary pass. Under `torch.compile` this has no effect:
+        the compiler chooses what to recompute.
+        """
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, list[tuple[str, tuple[int]]]]:
+        """timm's groups of parameters by depth, for layer-wise learning rates: stem, then blocks or stages in order.
+
+        A site is in the group of the block that it stands behind; the head is in none, which is the last.
+        """
+        groups: dict[str, list[tuple[str, tuple[int]]]] = {"stem": [], "blocks": []}
+        stage = block = 0
+        for step in self.plan.steps(self.backbone):
+            path, key = step.path.replace(".", r"\."), site_key(step.path)
+            pattern = rf"^(?:backbone\.{path}|sites\.{key})\."
+            if step.site or groups["blocks"]:
+                groups["blocks"].append((pattern, (stage if coarse else block,)))
+                block += 1
+            else:
+                groups["stem"].append((pattern, (0,)))
+            stage += step.stage_end
+        return groups
+
+    def fuse(self, *, trunk: bool = True) -> DepthHost:
+        """A copy for evaluation with equal outputs, where everything constant is folded.
+
+        Args:
+            trunk: Also fold the network's batch norms into the convolutions before them.
+
+        Returns:
+            An independent host in evaluation mode, without gradients.
+        """
+        fused = copy.deepcopy(self).eval().requires_grad_(False)
+        for key, module in fused.sites.items():
+            fused.sites[key] = cast(DepthAttention, module).fuse()
+        if trunk:
+            fold_batch_norms([step.module for step in self.plan.steps(fused.backbone)], fused.backbone)
+        return fused
+
+    def fold_gain(self) -> None:
+        """Turns ``init="identity"`` into ``init="paper"`` at every site, in place, at the same outputs.
+
+        Raises:
+            InputError: A site has no exact form without its gain; then none is changed.
+        """
+        for sites in (copy.deepcopy(self.sites), self.sites):  # the first is the trial
+            for module in sites.values():
+                cast(DepthAttention, module).fold_gain()
+
+    def extra_repr(self) -> str:
+        return f"plan={self.plan.family!r}, sites={len(self.sites)}"
+
+    def _walk(self, x: Tensor, keep: Sequence[int], stop: int | None = None) -> tuple[Tensor, list[Tensor]]:
+        """The last map, and those of the stages in ``keep``."""
+        maps: list[Tensor] = []
+        state: Any = None
+        stage = 0
+        checkpoint = self.grad_checkpointing and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        for step in self.plan.steps(self.backbone):
+            if checkpoint and step.site:
+                x, state = checkpointed(self._step, self._modules_at(step), step, x, state)
+            else:
+                x, state = self._step(step, x, state)
+            if step.stage_end:
+                if stage in keep:
+                    maps.append(x)
+                if stage == stop:
+                    break
+                stage += 1
+        return x, maps
+
+    def _step(self, step: Step, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One step, and what stands behind it."""
+        key = site_key(step.path)
+        if not step.site or key not in self.sites:
+            return step.module(x), state
+        if key in self._starts:
+            state = None
+        if self.needs_shortcut and step.split is not None:
+            branch, shortcut, act = step.split(step.module, x)
+            branch += shortcut
+            return self.sites[key](act(branch), shortcut, state)
+        return self.sites[key](step.module(x), None, state)
+
+    def _modules_at(self, step: Step) -> list[nn.Module]:
+        key = site_key(step.path)
+        return [step.module, self.sites[key]] if key in self.sites else [step.module]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lineattn import create_model, list_models
+from lineattn.errors import InputError
+from lineattn.hosts.depth_host import DepthHost
+
+CIFAR, IMAGENET = {"num_classes": 100}, {}
+
+
+def trainable(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "count"),
+    [
+        ("resnet20_bottleneck_cifar", {"attn": "kcla", **CIFAR}, 257_938),
+        ("resnet56_bottleneck_cifar", {"attn": "kcla", **CIFAR}, 650_042),
+        ("resnet110_bottleneck_cifar", {"attn": "kcla", **CIFAR}, 1_238_198),
+        ("resnet20_bottleneck_cifar", {"attn": "mrla_light", **CIFAR}, 254_312),
+        ("resnet20_bottleneck_cifar", {"attn": "mrla_base", **CIFAR}, 253_416),
+        ("resnet20_bottleneck_cifar", {"attn": "layer_softmax", **CIFAR}, 253_416),
+        ("resnet56_bottleneck_cifar", {"attn": "mrla_light", **CIFAR}, 646_864),
+        ("resnet56_bottleneck_cifar", {"attn": "layer_softmax", **CIFAR}, 644_176),
+        ("resnet50", {"attn": "kcla"}, 25_807_525),
+        ("resnet50", {"attn": "kcla", "head_dim": 64}, 25_850_133),
+        ("resnet50", {"attn": "mrla_light"}, 25_738_452),
+        pytest.param("resnet101", {"attn": "kcla"}, 45_008_719, marks=pytest.mark.medium),
+        pytest.param("resnet101", {"attn": "kcla", "head_dim": 64}, 45_038_271, marks=pytest.mark.medium),
+        pytest.param("resnet101", {"attn": "mrla_light"}, 44_939_646, marks=pytest.mark.medium),
+    ],
+)
+def test_trainable_parameters_of_the_papers_networks(name: str, args: dict, count: int) -> None:
+    assert trainable(create_model(name, init="paper", **args)) == count
+
+
+def test_published_reset_of_resnet101_counts_its_used_parameters() -> None:
+    net = create_model("resnet110_bottleneck_cifar", attn="kcla", init="paper", scope="anchors=11", num_classes=100)
+    # One site a stage of twelve blocks: a batch norm and a channel convolution each.
+    assert trainable(net) == 1_238_198 + sum(2 * c + k for c, k in ((64, 3), (128, 5), (256, 5)))
+
+
+@pytest.mark.parametrize("attn", [None, "none"])
+def test_plain_networks(attn: str | None) -> None:
+    net = create_model("resnet20_cifar", attn=attn)
+    assert not isinstance(net, DepthHost) and net.fc.out_features == 10
+    assert create_model("resnet18").fc.out_features == 1000
+
+
+@pytest.mark.parametrize("name", ["resnet14_cifar", "resnet18"])
+def test_channels_and_classes(name: str) -> None:
+    net = create_model(name, attn="kcla", num_classes=3, in_chans=1).eval()
+    assert net(torch.randn(2, 1, 32, 32)).shape == (2, 3)
+
+
+def test_width() -> None:
+    assert create_model("resnet14_cifar", width=8).conv1.out_channels == 8
+    with pytest.raises(InputError, match="resnet18"):
+        create_model("resnet18", width=8)
+
+
+def test_paper_start_of_imagenet_networks_zeroes_the_branches() -> None:
+    assert create_model("resnet50", init="paper").layer1[0].bn3.weight.eq(0).all()
+    assert create_model("resnet50").layer1[0].bn3.weight.eq(1).all()
+
+
+def test_same_seed_same_network() -> None:
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        nets.append(create_model("resnet14_cifar", attn="kcla", width=8))
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+def test_names() -> None:
+    assert "resnet56_bottleneck_cifar" in list_models() and "resnet50" in list_models()
+    assert list_models("*_bottleneck_cifar") == [n for n in list_models() if n.endswith("bottleneck_cifar")]
+    assert list_models("no*") == []
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", list_models())
+def test_every_listed_model_builds(name: str) -> None:
+    with torch.device("meta"):
+        assert create_model(name, num_classes=2).fc.out_features == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"name": "resnet50_cifar_bottleneck"}, "unknown model 'resnet50_cifar_bottleneck': did you mean"),
+        ({"name": "resnet21_cifar"}, "depth 21: it must be 6n"),
+        ({"name": "resnet20_cifar", "attn": "kcal"}, "unknown depth method 'kcal': did you mean 'kcla'"),
+        ({"name": "resnet20_cifar", "attn": "kcla", "head": 2}, "unknown argument of kcla 'head'"),
+        ({"name": "resnet20_cifar", "head_dim": 2}, "head_dim: for a method, and attn is not given"),
+        ({"name": "resnet20_cifar", "attn": "none", "scope": "carry"}, "scope: for a method"),
+        ({"name": "resnet20_cifar", "attn": "mrla_base", "scope": "carry"}, "use 'per_stage'"),
+        ({"name": "resnet20_cifar", "attn": "kcla", "scope": "net"}, "scope is 'net'"),
+    ],
+)
+def test_bad_arguments(args: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        create_model(**args)
