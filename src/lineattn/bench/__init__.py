@@ -1,0 +1,1 @@
+"""Speed and memory, measured so that two figures of one run can be compared."""

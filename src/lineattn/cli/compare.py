@@ -1,0 +1,119 @@
+"""`lineattn compare`: finished runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from lineattn.errors import InputError
+from lineattn.files import write_text
+
+
+def run(args: list[str]) -> int:
+    """Prints a table of finished runs, one row for what differs only in the seed, and writes it as CSV."""
+    options = _parser().parse_args(args)
+    from lineattn.analysis.runs import differing_keys, find_runs, group_runs
+
+    runs, unfinished = find_runs(options.folders)
+    keys = differing_keys(runs)
+    if keys and not options.allow_different_recipes:
+        shown = "; ".join(f"{key}: {_some({str(run.recipe.get(key)) for run in runs})}" for key in keys[:8])
+        raise InputError(
+            f"these runs have different recipes ({shown}{'; ...' if len(keys) > 8 else ''}): compare runs of one "
+            "recipe, or add --allow-different-recipes"
+        )
+    rows = [_row(group, options.metric) for group in group_runs(runs)]
+    if all(row["n"] == 0 for row in rows):
+        known = sorted({name for run in runs for name in run.summary["last"]})
+        raise InputError(f"no run here has the metric {options.metric!r}; they have {', '.join(known)}")
+    columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    if options.markdown:
+        print(markdown(rows, columns))
+    else:
+        _print(rows, columns)
+    path = options.csv or options.folders[0] / "compare.csv"
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+    if not options.markdown:
+        if unfinished:
+            print(f"left out, not finished: {_some(set(map(str, unfinished)))}")
+        print(f"wrote {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lineattn compare", description="Finished runs side by side; std is over seeds, with n - 1."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or folders that hold them")
+    parser.add_argument("--metric", default="test/acc1", help="which metric of summary.json (default: test/acc1)")
+    parser.add_argument("--csv", type=Path, help="where to write the table (default: compare.csv in the first DIR)")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, and nothing else")
+    parser.add_argument(
+        "--allow-different-recipes", action="store_true", help="compare runs whose other settings differ too"
+    )
+    return parser
+
+
+def _row(group: Any, metric: str) -> dict[str, Any]:
+    summary = group.runs[0].summary
+    memory, seconds = group.mean("peak_memory_mib"), group.mean("seconds_per_epoch")
+    return {
+        "method": group.label,
+        metric: spread(group.values(metric)),
+        f"{metric} (best on val)": spread(group.values(metric, "best")),
+        "n": len(group.values(metric)),
+        "params": summary.get("params"),
+        "MMACs": None if summary.get("macs") is None else round(summary["macs"] / 1e6, 2),
+        "peak MiB": None if memory is None else round(memory, 1),
+        "s/epoch": None if seconds is None else round(seconds, 2),
+    }
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Mean ± standard deviation as text; nothing for no value.
+
+    Example:
+        >>> spread([97.0, 98.0]), spread([97.0]), spread([])
+        ('97.50 ± 0.71', '97.00', '')
+    """
+    from lineattn.analysis.runs import mean_std
+
+    if not values:
+        return ""
+    mean, std = mean_std(values)
+    return f"{mean:.{digits}f}" if std is None else f"{mean:.{digits}f} ± {std:.{digits}f}"
+
+
+def markdown(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """The rows as a Markdown table, numbers to the right."""
+    lines = [columns, ["---" if name == columns[0] else "---:" for name in columns]]
+    lines += [[_text(row[name]) for name in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _print(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row[name]) for name in columns))
+    Console().print(table)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _some(values: set[str]) -> str:
+    shown = sorted(values)
+    return ", ".join(shown[:4]) + (f", ... {len(shown)} in all" if len(shown) > 4 else "")

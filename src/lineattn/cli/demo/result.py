@@ -1,0 +1,128 @@
+"""What the nine runs found, and the one sentence that the numbers carry."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lineattn.analysis.runs import mean_std, paired_interval
+from lineattn.cli.demo.train import METHODS, SEEDS, folder
+from lineattn.files import write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CHANCE = 10.0
+_T95 = 4.303  # 97.5 % quantile of Student's t with two degrees of freedom: three seeds
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method over its seeds: its summaries, and a list of epochs (rows of ``metrics.csv``) a run."""
+
+    name: str
+    title: str
+    summaries: list[dict[str, Any]]
+    curves: list[list[dict[str, float]]]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Top-1 accuracy on the test images in percent, one a seed, of the last weights: nothing was selected."""
+        return [summary["last"]["test/acc1"] for summary in self.summaries]
+
+    def row(self) -> dict[str, Any]:
+        """The method's line in the table."""
+        mean, std = mean_std(self.accuracies)
+        first = self.summaries[0]
+        seconds = sorted(summary["seconds_per_epoch"] for summary in self.summaries)[len(self.summaries) // 2]
+        return {
+            "method": self.title,
+            "test accuracy, %": f"{mean:.2f} ± {std:.2f}",
+            "runs": len(self.summaries),
+            "parameters": f"{first['params']:,}",
+            "MMACs": f"{first['macs'] / 1e6:.2f}",
+            "s/epoch": f"{seconds:.2f}",
+        }
+
+
+@dataclass(frozen=True)
+class Results:
+    """The methods, plain first, the environment of the runs, and how long all took."""
+
+    methods: list[Method]
+    environment: dict[str, Any]
+    seconds: float
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table, with chance as its last line."""
+        rows = [method.row() for method in self.methods]
+        return [*rows, {key: "" for key in rows[0]} | {"method": "chance", "test accuracy, %": f"{CHANCE:.0f}"}]
+
+    def sentence(self) -> str:
+        """What can be said of the differences: no more than their paired t-intervals hold."""
+        plain, *others = self.methods
+        parts = []
+        for method in others:
+            centre, low, high = paired_interval(method.accuracies, plain.accuracies, _T95)
+            interval = f"95 % interval {low:+.2f} to {high:+.2f}"
+            parts.append(f"{method.title} {centre:+.2f} points ({interval}), {verdict(low, high)}")
+        return f"Test accuracy against {plain.title}, paired over {len(SEEDS)} seeds: {'; '.join(parts)}."
+
+    def write(self, path: Path) -> None:
+        """Writes the numbers as JSON."""
+        content = {
+            "sentence": self.sentence(),
+            "chance": CHANCE,
+            "seconds": round(self.seconds, 1),
+            "environment": self.environment,
+            "methods": [
+                {"name": method.name, "title": method.title, "test/acc1": method.accuracies, "runs": method.summaries}
+                for method in self.methods
+            ],
+        }
+        write_json(path, content)
+
+
+def verdict(low: float, high: float) -> str:
+    """What an interval of differences allows to say.
+
+    Example:
+        >>> verdict(-0.4, 1.0), verdict(0.1, 0.5), verdict(-2.0, -1.0), verdict(0.2, 0.2)
+        ('within noise', 'better here', 'worse here', 'within noise')
+    """
+    # Accuracies are counts: three equal differences have no spread, and no meaning for the next run either.
+    if low <= 0 <= high or low == high:
+        return "within noise"
+    return "better here" if low > 0 else "worse here"
+
+
+def read_results(out: Path, *, seconds: float) -> Results:
+    """Reads the run folders of a finished demo."""
+    methods = []
+    for attn, title in METHODS.items():
+        folders = [folder(out, attn, seed) for seed in SEEDS]
+        summaries = [json.loads((place / "summary.json").read_text()) for place in folders]
+        methods.append(Method(attn, title, summaries, [_curve(place / "metrics.csv") for place in folders]))
+    environment = json.loads((folder(out, "none", SEEDS[0]) / "env.json").read_text())
+    return Results(methods, environment, seconds)
+
+
+def _curve(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def show_table(results: Results, console: Console) -> None:
+    """Prints the table."""
+    from rich.table import Table
+
+    rows = results.rows()
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()), style="dim" if row["method"] == "chance" else None)
+    console.print(table)

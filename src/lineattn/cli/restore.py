@@ -1,0 +1,50 @@
+"""A trained network from its checkpoint alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lineattn.tasks.checkpoint import KEY, load
+from lineattn.tasks.cls import Classifier
+from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.optim import Optim
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network as it was trained.
+
+    Attributes:
+        net: The network in evaluation mode, with averaged weights where the run kept them.
+        arguments: What `lineattn.create_model` builds it from.
+        classes: Names of the classes, in order of the outputs.
+        data: The data module it was trained on; nothing is read before it is asked.
+    """
+
+    net: nn.Module
+    arguments: dict[str, Any]
+    classes: list[str]
+    data: ImageData
+
+
+def restore(path: Path) -> Trained:
+    """Builds the network of a checkpoint and loads its weights.
+
+    Raises:
+        InputError: The file is missing, damaged, holds code, or is no checkpoint of a run.
+    """
+    found = load(path)
+    config, classes = found[KEY]["config"], found[KEY]["classes"]
+    data = ImageData(**config["data"], seed=config["seed_everything"])
+    model = {**config["model"], "weights": None}
+    module = Classifier(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
+    module.load_state_dict(found["state_dict"])
+    net = module.net if module.ema is None else module.ema.module
+    # A saved configuration leaves out what is None.
+    arguments = {key: model[key] for key in ("name", "attn", "init", "scope", "width") if model.get(key) is not None}
+    arguments |= {"num_classes": len(classes), "in_chans": data.channels, **(model.get("attn_args") or {})}
+    return Trained(net.eval(), arguments, classes, data)

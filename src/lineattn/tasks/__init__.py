@@ -1,0 +1,1 @@
+"""Tasks: what a network is trained for, one Lightning module each."""

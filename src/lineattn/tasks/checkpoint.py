@@ -1,0 +1,191 @@
+"""Checkpoints: written whole or not at all, read without running code, and made so that a run goes on exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from lineattn.errors import InputError
+from lineattn.tasks import console
+from lineattn.tasks.cls import Classifier
+
+KEY = "lineattn"  # where our own entries stand in a checkpoint
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Interrupted(Exception):
+    """The user pressed Ctrl-C. No KeyboardInterrupt: Lightning turns one into an exit of its own."""
+
+
+def write_whole(path: Path, write: Callable[[Any], None]) -> None:
+    """Writes a binary file so that a reader finds the old one or the new one, never a part.
+
+    Args:
+        path: Where it shall stand; its folder is made.
+        write: Is given the open file.
+
+    Raises:
+        InputError: There is no room; the old file, if any, is untouched.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}.*.part"):
+            left.unlink(missing_ok=True)  # by a process that was killed while it wrote
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if _is_full(error):
+            raise InputError(f"no room on the disk to write {path}: free some, then resume the run") from error
+        raise
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """torch wraps a write that failed in a RuntimeError; what happened stands in the chain behind it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A checkpoint of this library, read with `weights_only=True` on the CPU.
+
+    Raises:
+        InputError: It is missing, damaged, holds code, or is no checkpoint of a run.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of pickles that are refused anyway
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"no checkpoint at {path}: a run's are in its checkpoints/ folder") from error
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds more than plain weights, maybe code, and was not opened: use a checkpoint of this library, "
+            "or give weights as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, OSError) as error:
+        raise InputError(
+            f"{path} is damaged or no checkpoint: use another one, or start again without --ckpt_path"
+        ) from error
+    if not isinstance(found, dict) or KEY not in found or "state_dict" not in found:
+        raise InputError(f"{path} is no checkpoint of a run; weights alone are given with --model.weights")
+    return found
+
+
+class CheckpointIO(TorchCheckpointIO):
+    """How Lightning writes and reads checkpoints here."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        write_whole(Path(path), lambda file: torch.save(checkpoint, file))
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return load(path)
+
+
+class Checkpoints(Checkpoint):
+    """Keeps `last.ckpt` and, by top-1 accuracy on the validation set, `best.ckpt`; stops cleanly at Ctrl-C.
+
+    A checkpoint is written after a step, not inside one, or at the end of an epoch after validation, so that a
+    resumed run does what the run would have done.
+
+    Args:
+        folder: Where they are written.
+        every: Steps between two writes of `last.ckpt`, beside those at the ends of epochs; 0 is none.
+        content: What this library adds to each: configuration, class names.
+    """
+
+    def __init__(self, folder: Path, *, every: int, content: dict[str, Any]) -> None:
+        self.folder, self.every, self.content = folder, every, content
+        self.best: dict[str, float] | None = None
+        self.interrupted = False
+        self._handler: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[KEY] = self.content
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Only rank 0 chose the name of the run folder for certain.
+        self.folder = trainer.strategy.broadcast(self.folder)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self._handler = None
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise Interrupted(f"stopped at once; go on from the last checkpoint with {self._hint()}")
+        self.interrupted = True
+        console.say("stopping after this step (or after validation, if that is running); Ctrl-C again: at once")
+
+    def _hint(self) -> str:
+        return f"--ckpt_path last --out {self.folder.parent}"
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        stop = self.interrupted
+        if trainer.world_size > 1:
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        # After the last batch come validation and the end of the epoch, where it is written anyway.
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.interrupted = stop
+            return
+        due = self.every > 0 and trainer.global_step % self.every == 0
+        if (stop or due) and not trainer.fit_loop._should_accumulate():
+            self._save(trainer, pl_module, "last")
+            if stop:
+                raise Interrupted(f"stopped at step {trainer.global_step}; go on with {self._hint()}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Classifier)
+        accuracy = pl_module.results.get("val/acc1")
+        if accuracy is not None and (self.best is None or accuracy > self.best["val/acc1"]):
+            self.best = {"val/acc1": accuracy, "epoch": trainer.current_epoch}
+            self._save(trainer, pl_module, "best")
+        self._save(trainer, pl_module, "last")
+        if self.interrupted:
+            raise Interrupted(f"stopped after epoch {trainer.current_epoch}; go on with {self._hint()}")
+
+    def _save(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
+        assert isinstance(pl_module, Classifier)
+        pl_module.refuse_bad(weights=True)
+        trainer.save_checkpoint(self.folder / f"{name}.ckpt")

@@ -1,0 +1,202 @@
+"""Image classification: a network of the library, or one with layer attention, trained with cross-entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from lineattn.errors import InputError
+from lineattn.models import create_model
+from lineattn.nn.depth.base import Init
+from lineattn.tasks.data.dataset import Batch, Unreadable
+from lineattn.tasks.data.transforms import batch_mixing
+from lineattn.tasks.memory import SavedBytes, static_bytes
+from lineattn.tasks.meter import Meter
+from lineattn.tasks.optim import Optim, Schedule, optimizer
+from lineattn.tasks.seeding import mix, seeded
+
+_LOOK_EVERY = 50  # steps between looks at the loss on a GPU, where looking waits for it
+
+
+class Classifier(LightningModule):
+    """Trains and evaluates an image classifier.
+
+    Args:
+        name: The network, see `lineattn models`.
+        attn: A method of depth attention, or `none`.
+        init: `paper`, or `identity`: at the start the network computes what it does without attention.
+        scope: How far the attention's state is carried: `carry`, `per_stage` or `every=k`; by default the method's.
+        attn_args: Further arguments of the method, such as `head_dim` or `drop_path`.
+        width: Channels of the first stage, for networks that have the choice.
+        weights: A file with weights of the network without attention, to start from.
+        channels_last: Keep activations in the memory order that convolutions prefer.
+        classes: Number of classes.
+        in_chans: Channels of the images.
+        optim: How it is trained.
+        mixup: Strength of mixup, 0 is off.
+        cutmix: Strength of cutmix, 0 is off.
+        seed: Seed of the run.
+    """
+
+    def __init__(
+        self,
+        name: str = "resnet20_bottleneck_cifar",
+        attn: str = "none",
+        init: Init = "identity",
+        scope: str | None = None,
+        attn_args: dict[str, Any] | None = None,
+        width: int | None = None,
+        weights: str | None = None,
+        channels_last: bool = True,
+        *,
+        classes: int,
+        in_chans: int = 3,
+        optim: Optim | None = None,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.optim, self.seed = optim or Optim(), seed
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        with seeded(seed):
+            self.net: nn.Module = create_model(
+                name,
+                attn=None if attn == "none" else attn,
+                num_classes=classes,
+                in_chans=in_chans,
+                init=init,
+                scope=scope,
+                width=width,
+                **(attn_args or {}),
+            )
+        if weights is not None:
+            from lineattn.hosts.weights import load_trunk
+
+            load_trunk(self.net, weights)
+        self.net = self.net.to(memory_format=self.memory_format)  # pyright: ignore[reportCallIssue]
+        self.ema = None
+        if self.optim.ema_decay > 0:
+            self.ema = ModelEmaV3(self.net, decay=self.optim.ema_decay).requires_grad_(False)
+        self.mixing = batch_mixing(mixup, cutmix, classes)
+        self.train_meter, self.eval_meter = Meter(), Meter()
+        self.unreadable = Unreadable()
+        self.results: dict[str, float] = {}
+        self.step_bytes: int | None = None
+        # The first step with a loss that is no number; on the device, so that asking is not needed at each step.
+        self.first_bad = torch.tensor(math.inf)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class logits, (B, C, H, W) -> (B, classes); of the averaged weights in evaluation, where there are any."""
+        net = self.ema.module if self.ema is not None and not self.training else self.net
+        return net(images.contiguous(memory_format=self.memory_format))
+
+    def configure_optimizers(self) -> Optimizer:
+        return optimizer(self.optim, self.net)
+
+    def on_train_start(self) -> None:
+        per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
+        epochs = self.trainer.max_epochs or -1
+        if epochs < 0:
+            epochs = max(1, -(-self.trainer.max_steps // per_epoch))
+        self.schedule = Schedule(self.optim, self.trainer.optimizers[0], epochs=epochs, steps_per_epoch=per_epoch)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return self.unreadable.admit(batch)
+
+    def on_train_epoch_start(self) -> None:
+        self.train_meter.reset()
+        self.results = {}
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.schedule.at(self.current_epoch, self.global_step)
+        # Drop path, mixup and the like: a function of the step, whatever was drawn before.
+        torch.manual_seed(mix(self.seed, -1, self.trainer.fit_loop.total_batch_idx, self.global_rank))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        if not len(batch.images):
+            return None
+        images, target = batch.images, batch.labels
+        if self.mixing is not None:
+            images, target = self.mixing(images, target)
+        if self.step_bytes is None and self.device.type == "cpu":
+            saved = SavedBytes()
+            with saved.counting(self.net):
+                loss, logits = self._loss(images, target)
+            self.step_bytes = saved.total + static_bytes(self.net)
+        else:
+            loss, logits = self._loss(images, target)
+        self.train_meter.update(loss, logits, target)
+        bad = torch.where(loss.detach().isfinite(), math.inf, float(self.global_step))
+        self.first_bad = torch.minimum(self.first_bad.to(bad), bad)
+        if self.device.type == "cpu" or batch_idx % _LOOK_EVERY == 0:
+            self.refuse_bad()
+        return loss
+
+    def _loss(self, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self(images).float()
+        return cross_entropy(logits, target, label_smoothing=self.optim.label_smoothing), logits
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.ema is not None:
+            self.ema.update(self.net)
+
+    def refuse_bad(self, *, weights: bool = False) -> None:
+        """Stops where the loss is no finite number any more, or, if asked, a weight.
+
+        Raises:
+            InputError: With the step, and what usually helps.
+        """
+        step = float(self.first_bad)
+        if weights and not all(bool(p.isfinite().all()) for p in self.net.parameters()):
+            step = min(step, self.global_step)
+        if step == math.inf:
+            return
+        raise InputError(
+            f"the loss is no finite number at step {int(step)} (epoch {self.current_epoch}): lower --optim.lr, "
+            "lengthen --optim.warmup_epochs, or pass --trainer.gradient_clip_val 1; the checkpoint before it is kept"
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        self.eval_meter.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if len(batch.images):
+            logits = self(batch.images).float()
+            self.eval_meter.update(cross_entropy(logits, batch.labels), logits, batch.labels)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._report("test")
+
+    def _report(self, split: str) -> None:
+        self.results = self.eval_meter.compute(split, self.device)
+        self.log_dict(self.results)  # for loggers and early stopping, in single precision
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Places in the data set and class probabilities, (B,) and (B, classes)."""
+        if not len(batch.images):
+            return batch.index, batch.images.new_empty(0, 0)
+        return batch.index, self(batch.images).float().softmax(1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["train_sums"] = self.train_meter.total(self.device).tolist()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The saved sums are those of all processes; one of them goes on from there.
+        if self.global_rank == 0:
+            self.train_meter.restore(checkpoint["train_sums"])

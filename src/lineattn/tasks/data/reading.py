@@ -1,0 +1,56 @@
+"""Images from disk as uint8 tensors, and one line for each that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lineattn.errors import InputError
+
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+_SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L"})
+
+
+class UnreadableImage(InputError):
+    """A file that is no image, or a broken one."""
+
+
+def read_image(path: Path, channels: int) -> Tensor:
+    """Decodes an image and gives it the channels of the network.
+
+    Grey, palette, alpha and CMYK images become RGB (or grey, for one channel); 16-bit ones are scaled to 8 bits.
+
+    Args:
+        path: The file.
+        channels: 1 or 3.
+
+    Shape:
+        Output: (channels, H, W), uint8.
+
+    Raises:
+        UnreadableImage: The file is missing, no image, or broken.
+    """
+    try:
+        with Image.open(path) as image:
+            array = np.asarray(_convert(image, "L" if channels == 1 else "RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
+        raise UnreadableImage(
+            f"cannot read the image {path} ({reason}): repair or remove it, or pass --data.on_error skip"
+        ) from error
+    return torch.from_numpy(array.copy()).reshape(*array.shape[:2], channels).permute(2, 0, 1)
+
+
+def _convert(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode in _SIXTEEN_BIT:
+        wide = np.asarray(image)
+        # Pillow clips at 255 where it should scale.
+        narrow = wide if wide.max(initial=0) <= 255 else wide / 257
+        image = Image.fromarray(np.clip(narrow, 0, 255).astype(np.uint8))
+    elif image.mode == "P":
+        image = image.convert("RGBA")  # a palette may hold transparency, which Pillow warns about otherwise
+    return image.convert(mode)

@@ -1,0 +1,82 @@
+"""Batches as lists of keys (epoch, index): the order of a run, known in advance and the same for any worker count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch.utils.data import Sampler
+
+from lineattn.tasks.seeding import permutation
+
+Key = tuple[int, int]
+
+
+class TrainBatches(Sampler[list[Key]]):
+    """Shuffled training batches that can start in the middle of an epoch.
+
+    The order is a function of (seed, epoch). Batch `k` of the run is split over the processes, so two processes with
+    half the batch size see the same samples as one. In the last batch the first samples of the epoch fill up so that
+    all processes have equally many.
+
+    Args:
+        size: Number of samples.
+        batch_size: Samples a process and step.
+        seed: Seed of the run.
+        position: Returns the epoch and the number of its batches that are already done; asked at each start.
+        rank: This process.
+        world: Number of processes.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        seed: int,
+        position: Callable[[], tuple[int, int]],
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.size, self.batch_size, self.seed, self.position = size, batch_size, seed, position
+        self.rank, self.world = rank, world
+
+    def __len__(self) -> int:
+        return -(-self.size // (self.batch_size * self.world))
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        # Not a generator: the position must be read now, not when the first batch is asked for.
+        epoch, done = self.position()
+        order = permutation(self.size, self.seed, epoch)
+        order += order[: -len(order) % self.world]
+        step = self.batch_size * self.world
+        return iter(
+            [
+                [(epoch, index) for index in order[start : start + step][self.rank :: self.world]]
+                for start in range(done * step, self.size, step)
+            ]
+        )
+
+
+class EvalBatches(Sampler[list[Key]]):
+    """Batches in order, each sample exactly once over all processes.
+
+    Every process yields equally many batches, because collectives may run in each; the last ones can be empty.
+
+    Args:
+        size: Number of samples.
+        batch_size: Samples a process and step.
+        rank: This process.
+        world: Number of processes.
+    """
+
+    def __init__(self, size: int, batch_size: int, *, rank: int = 0, world: int = 1) -> None:
+        self.size, self.batch_size, self.rank, self.world = size, batch_size, rank, world
+
+    def __len__(self) -> int:
+        return -(-self.size // (self.batch_size * self.world))
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        step = self.batch_size * self.world
+        for start in range(0, self.size, step):
+            indices = range(start, min(start + step, self.size))
+            yield [(0, index) for index in indices[self.rank :: self.world]]

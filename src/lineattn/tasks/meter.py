@@ -1,0 +1,60 @@
+"""Loss and accuracy over an epoch, exact over processes and over an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import all_reduce, is_available, is_initialized
+
+
+class Meter:
+    """Sums of loss, top-1 and top-5 hits, and the number of samples, in double precision.
+
+    The sums are the state: saved in the middle of an epoch and restored, they go on as if nothing had happened.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def reset(self) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    @torch.no_grad()
+    def update(self, loss: Tensor, logits: Tensor, target: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            loss: Its mean loss.
+            logits: (B, classes).
+            target: (B,) class indices, or (B, classes) class weights, of which the largest counts.
+        """
+        labels = target.argmax(1) if target.ndim == 2 else target
+        top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+        count = len(labels)
+        batch = torch.stack([loss.detach() * count, top[:, 0].sum(), top.any(1).sum(), loss.new_tensor(count)])
+        # Apple's GPUs have no doubles.
+        kind = torch.float32 if loss.device.type == "mps" else torch.float64
+        self.sums = self.sums.to(loss.device, kind) + batch.to(kind)
+
+    def total(self, device: torch.device) -> Tensor:
+        """The sums over all processes; every process must ask."""
+        sums = self.sums.to(device).clone()
+        if is_available() and is_initialized():
+            all_reduce(sums)
+        return sums.cpu()
+
+    def compute(self, prefix: str, device: torch.device) -> dict[str, float]:
+        """Mean loss and accuracies in percent, as `prefix/loss`, `prefix/acc1`, `prefix/acc5`."""
+        loss, top1, top5, count = self.total(device).tolist()
+        if not count:
+            return {}
+        return {
+            f"{prefix}/loss": loss / count,
+            f"{prefix}/acc1": 100 * top1 / count,
+            f"{prefix}/acc5": 100 * top5 / count,
+        }
+
+    def restore(self, sums: Sequence[float]) -> None:
+        self.sums = torch.tensor(sums, dtype=torch.float64)

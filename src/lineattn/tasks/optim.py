@@ -1,0 +1,111 @@
+"""Optimisers and learning-rate schedules, made by timm's factories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
+from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
+from torch import nn
+from torch.optim import Optimizer
+
+from lineattn.errors import unknown
+
+Sched = Literal["multistep", "cosine", "step", "poly", "none"]
+
+
+@dataclass
+class Optim:
+    """How the weights are trained.
+
+    Args:
+        name: Any optimiser of timm. `momentum` is SGD without Nesterov's term; timm's `sgd` has it.
+        lr: Learning rate after the warm-up.
+        weight_decay: Weight decay.
+        momentum: Momentum, for optimisers that have one.
+        decay_all: Decay norms and biases too, as the papers do.
+        schedule: How the learning rate falls: `multistep`, `cosine`, `step`, `poly` or `none`.
+        milestones: Epochs, counted from 0, from which on the rate is divided, for `multistep`.
+        decay_epochs: Epochs between two divisions, for `step`.
+        decay_rate: Factor of a division; power for `poly`.
+        min_lr: Where `cosine` and `poly` end.
+        warmup_epochs: Epochs of linear warm-up from `warmup_lr`, counted within the run.
+        warmup_lr: Learning rate at the start of the warm-up.
+        per_step: Change the rate at each step instead of each epoch.
+        label_smoothing: Part of the target spread over all classes.
+        ema_decay: Decay of the moving average of the weights, which is then what is evaluated; 0 is off.
+
+    Raises:
+        InputError: timm has no optimiser of that name.
+    """
+
+    name: str = "momentum"
+    lr: float = 0.1
+    weight_decay: float = 1e-4
+    momentum: float = 0.9
+    decay_all: bool = True
+    schedule: Sched = "cosine"
+    milestones: list[int] = field(default_factory=list)
+    decay_epochs: int = 30
+    decay_rate: float = 0.1
+    min_lr: float = 0.0
+    warmup_epochs: int = 0
+    warmup_lr: float = 1e-3
+    per_step: bool = False
+    label_smoothing: float = 0.0
+    ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        known = [str(name) for name in list_optimizers()]
+        if self.name not in known:
+            raise unknown("optimiser", self.name, known)
+
+
+def optimizer(config: Optim, net: nn.Module) -> Optimizer:
+    """The optimiser of a network's parameters."""
+    return create_optimizer_v2(
+        net,
+        opt=config.name,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        filter_bias_and_bn=not config.decay_all,
+    )
+
+
+class Schedule:
+    """The learning rate as a function of the epoch, or of the step: it holds no state that a resumed run would miss.
+
+    Args:
+        config: The settings.
+        optimizer: Whose learning rate is set.
+        epochs: Length of the run.
+        steps_per_epoch: Updates an epoch, for schedules by step.
+    """
+
+    def __init__(self, config: Optim, optimizer: Optimizer, *, epochs: int, steps_per_epoch: int) -> None:
+        self.per_step = config.per_step
+        units = steps_per_epoch if config.per_step else 1
+        # timm divides one unit of time before a milestone, torch and the papers at it; half a unit more mends that
+        # without depending on rounding.
+        milestones = [milestone + 0.5 / units for milestone in config.milestones]
+        self.timm = create_scheduler_v2(
+            optimizer,
+            sched=config.schedule if config.schedule != "none" else "multistep",
+            num_epochs=epochs,
+            decay_epochs=config.decay_epochs,
+            decay_milestones=milestones if config.schedule == "multistep" else [],  # pyright: ignore[reportArgumentType]
+            decay_rate=config.decay_rate,
+            min_lr=config.min_lr,
+            warmup_epochs=config.warmup_epochs,
+            warmup_lr=config.warmup_lr,
+            step_on_epochs=not config.per_step,
+            updates_per_epoch=steps_per_epoch,
+        )[0]
+
+    def at(self, epoch: int, step: int) -> None:
+        """Sets the learning rate for an epoch (a no-op by step) or for a step (a no-op by epoch)."""
+        if self.timm is not None:
+            self.timm.step(epoch)
+            self.timm.step_update(step)

@@ -1,0 +1,56 @@
+"""The rows of `lineattn bench depth`: complete, relative to the plain network, and saved bytes that can be foretold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lineattn.bench import depth
+from lineattn.bench.timing import take_turns
+from lineattn.measure import SavedBytes, environment
+
+
+def test_rows_cover_every_mode_and_method_against_plain():
+    ticks = []
+    rows = depth.measure(
+        "resnet20_bottleneck_cifar",
+        ["kcla"],
+        batch_size=2,
+        image_size=16,
+        rounds=1,
+        tick=lambda: ticks.append(1),
+    )
+    assert [(row["mode"], row["method"]) for row in rows] == [
+        (mode, method)
+        for mode in ("evaluation", "evaluation, trunk folded", "training step", "saved")
+        for method in ("none", "kcla")
+    ]
+    assert len(ticks) == 6
+    for row in rows:
+        ratio = row.get("cpu_ratio", row.get("saved_ratio"))
+        assert ratio == 1 if row["method"] == "none" else ratio > 0
+    plain, kcla = (row["saved_mb"] for row in rows[-2:])
+    assert 1 < kcla / plain <= 2
+
+
+def test_calls_take_turns_in_an_order_that_is_reversed():
+    order = []
+    timings = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
+    assert order == ["a", "b", "a", "b", "b", "a"]
+    assert len(timings["a"].wall_ms) == len(timings["b"].cpu_ms) == 2
+
+
+def test_saved_bytes_count_each_storage_once_and_leave_parameters_and_inputs_out():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Tanh())
+    x = torch.randn(3, 4, dtype=torch.float32, requires_grad=True)
+    saved = SavedBytes()
+    with saved.counting(net.float(), x):
+        out = net(x)
+    assert saved.total == 2 * 3 * 8 * 4  # the outputs of both tanh, 4 bytes a number
+    assert out.shape == (3, 8)
+
+
+def test_environment_names_versions_and_threads():
+    found = environment(seed=3)
+    assert found["seed"] == 3 and found["threads"] == torch.get_num_threads()
+    assert found["versions"]["torch"] in torch.__version__

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import yaml
+
+from lineattn.cli.main import main
+
+RECIPE = {"trainer": {"max_epochs": 5}, "optim": {"lr": 0.1, "milestones": []}, "model": {"name": "resnet20_cifar"}}
+
+
+def make_run(folder, attn, seed, accuracy, *, lr=0.1, attn_args=None, progress=False, best=None):
+    """A run folder as a finished fit leaves it."""
+    folder.mkdir(parents=True)
+    recipe = {**RECIPE, "optim": {"lr": lr, "milestones": []}}
+    recipe["trainer"] = {"max_epochs": 5, "enable_progress_bar": progress}
+    model = {**RECIPE["model"], "attn": attn, **({"attn_args": attn_args} if attn_args else {})}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**recipe, "model": model, "seed_everything": seed}))
+    summary = {"status": "done", "params": 1000 + len(attn), "macs": 2_500_000, "peak_memory_mib": 10.0 + seed}
+    summary |= {"seconds_per_epoch": 2.0 * seed, "seed": seed, "last": {"test/acc1": accuracy}, "recipe": recipe}
+    (folder / "summary.json").write_text(json.dumps(summary | {"best": best}))
+
+
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_mean_spread_and_cost_of_each_method(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for seed, (plain, kcla) in enumerate([(90.0, 91.0), (92.0, 93.5), (91.0, 92.0)], start=1):
+        make_run(tmp_path / f"none-{seed}", "none", seed, plain)
+        make_run(tmp_path / f"kcla-{seed}", "kcla", seed, kcla, progress=seed == 1)
+    (tmp_path / "kcla-4").mkdir()
+    (tmp_path / "kcla-4" / "config.yaml").write_text("{}")
+    assert main(["compare", str(tmp_path)]) == 0
+    rows = table(tmp_path / "compare.csv")
+    assert [row["method"] for row in rows] == ["none", "kcla"]
+    assert rows[0]["test/acc1"] == "91.00 ± 1.00" and rows[0]["n"] == "3"
+    assert rows[1]["test/acc1"] == "92.17 ± 1.26" and rows[1]["params"] == "1004"
+    assert rows[0]["MMACs"] == "2.5" and rows[0]["peak MiB"] == "12.0" and rows[0]["s/epoch"] == "4.0"
+    shown = capsys.readouterr().out
+    assert "92.17 ± 1.26" in shown and "kcla-4" in shown and "compare.csv" in shown
+
+
+def test_best_weights_have_a_column_of_their_own(tmp_path):
+    make_run(tmp_path / "a", "kcla", 1, 90.0, best={"test/acc1": 92.5, "epoch": 3})
+    assert main(["compare", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
+    (row,) = table(tmp_path / "t.csv")
+    assert row["test/acc1"] == "90.00" and row["test/acc1 (best on val)"] == "92.50"
+
+
+def test_different_recipes_are_refused_by_name(tmp_path, capsys):
+    make_run(tmp_path / "a", "none", 1, 90.0)
+    make_run(tmp_path / "b", "kcla", 1, 91.0, lr=0.2)
+    assert main(["compare", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "optim.lr: 0.1, 0.2" in shown and "--allow-different-recipes" in shown and shown.count("\n") == 1
+    assert not (tmp_path / "compare.csv").exists()
+    assert main(["compare", str(tmp_path), "--allow-different-recipes"]) == 0
+    assert len(table(tmp_path / "compare.csv")) == 2
+
+
+def test_rows_of_one_method_say_what_tells_them_apart(tmp_path):
+    make_run(tmp_path / "a", "kcla", 1, 90.0, attn_args={"p": 0.5})
+    make_run(tmp_path / "b", "kcla", 1, 91.0, attn_args={"p": 0.7})
+    make_run(tmp_path / "c", "none", 1, 89.0)
+    assert main(["compare", str(tmp_path)]) == 0
+    assert [row["method"] for row in table(tmp_path / "compare.csv")] == [
+        "none",
+        "kcla attn_args={'p': 0.5}",
+        "kcla attn_args={'p': 0.7}",
+    ]
+
+
+def test_markdown_is_the_table_alone(tmp_path, capsys):
+    make_run(tmp_path / "a", "none", 1, 90.0)
+    assert main(["compare", str(tmp_path), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| method | test/acc1 | n | params | MMACs | peak MiB | s/epoch |"
+    assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert lines[2:] == ["| none | 90.00 | 1 | 1,004 | 2.5 | 11.0 | 2.0 |"]
+
+
+def _missing(folder):
+    return [folder / "gone"]
+
+
+def _empty(folder):
+    return [folder]
+
+
+def _twice(folder):
+    make_run(folder / "a", "none", 1, 90.0)
+    make_run(folder / "b", "none", 1, 91.0)
+    return [folder]
+
+
+def _damaged(folder):
+    make_run(folder / "a", "none", 1, 90.0)
+    (folder / "a" / "summary.json").write_text("{")
+    return [folder]
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (_missing, "no such folder"),
+        (_empty, "no finished run"),
+        (_twice, "same settings and seed"),
+        (_damaged, "is no whole run folder"),
+    ],
+)
+def test_bad_folders_are_one_line(make, part, tmp_path, capsys):
+    assert main(["compare", *map(str, make(tmp_path))]) == 2
+    shown = capsys.readouterr().err
+    assert part in shown and shown.count("\n") == 1
+
+
+def test_an_unknown_metric_names_the_known_ones(tmp_path, capsys):
+    make_run(tmp_path / "a", "none", 1, 90.0)
+    assert main(["compare", str(tmp_path), "--metric", "test/acc"]) == 2
+    assert "they have test/acc1" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""What only real processes show: `kill -9`, Ctrl-C at a terminal, and two processes that train together."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.tasks.helpers import assert_equal, contents
+
+RECIPE = [
+    *("--data.name", "digits", "--data.image_size", "8", "--data.augment", "pad_crop", "--model.width", "4"),
+    *("--model.attn", "kcla", "--trainer.max_epochs", "3", "--checkpoint_every", "3", "--data.batch_size", "32"),
+    *("--optim.ema_decay", "0.9", "--data.num_workers", "2", "--trainer.enable_progress_bar", "false"),
+]
+
+
+def command(*args):
+    return [sys.executable, "-m", "lineattn", *args]
+
+
+def start(*args):
+    """A run in a process group of its own, of whose output each line comes as it is printed."""
+    return subprocess.Popen(
+        command("fit", "cls", *RECIPE, *args),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def await_training(run):
+    for line in run.stdout:
+        if line.startswith("network"):
+            return
+    pytest.fail(run.stderr.read())
+
+
+@pytest.mark.slow
+def test_killed_ten_times_at_random_moments_equals_left_alone(tmp_path):
+    alone = start("--out", str(tmp_path / "alone"))
+    assert alone.wait(300) == 0, alone.stderr.read()
+    moments, killed = random.Random(0), 0
+    while True:
+        run = start("--out", str(tmp_path / "killed"), "--ckpt_path", "last")
+        await_training(run)
+        if killed < 10:
+            time.sleep(moments.uniform(0.2, 3.0))
+        if killed < 10 and run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            killed += 1
+            run.communicate()
+            continue
+        assert run.wait(300) == 0, run.stderr.read()
+        break
+    assert killed > 2
+    assert_equal(contents(tmp_path / "killed"), contents(tmp_path / "alone"))
+    left = [json.loads((tmp_path / name / "summary.json").read_text())["last"] for name in ("alone", "killed")]
+    assert left[0] == left[1]
+    assert not list((tmp_path / "killed" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.medium
+def test_ctrl_c_at_a_terminal_is_one_line_exit_code_130_and_a_checkpoint(tmp_path):
+    run = start("--out", str(tmp_path), "--trainer.max_epochs", "1000")
+    await_training(run)
+    time.sleep(2)
+    os.killpg(run.pid, signal.SIGINT)  # to the workers too, as a terminal does
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert errors.count("\n") == 1 and f"--ckpt_path last --out {tmp_path}" in errors
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.medium
+def test_two_processes_train_and_count_each_image_once(tmp_path):
+    both = ("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp")
+    run = start("--out", str(tmp_path), "--trainer.max_epochs", "1", *both)
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors
+    found = json.loads((tmp_path / "summary.json").read_text())["last"]
+    alone = subprocess.run(
+        command("test", "cls", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt")),
+        capture_output=True,
+        text=True,
+    )
+    assert alone.returncode == 0, alone.stderr
+    again = json.loads((tmp_path / "test.json").read_text())
+    assert again["test/acc1"] == found["test/acc1"]
+    assert again["test/loss"] == pytest.approx(found["test/loss"], rel=1e-5)
