@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hosts.nets import Mean, image, shake, small
 from torch import Tensor, nn
 from torchvision.models import resnet
 
@@ -13,6 +12,7 @@ import lineattn
 from lineattn import attach
 from lineattn.errors import InputError
 from lineattn.models.cifar_resnet import BasicBlock, CifarResNet
+from tests.hosts.nets import Mean, image, shake, small
 
 
 class Between(resnet.ResNet):

@@ -4,12 +4,12 @@ import pickle
 
 import pytest
 import torch
-from tests.hosts.nets import Mean, image, shake, small
 from torch import nn
 
 from lineattn import attach
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
+from tests.hosts.nets import Mean, image, shake, small
 
 
 @pytest.fixture

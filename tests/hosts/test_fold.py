@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import torch
-from tests.hosts.nets import image
 from torch import Tensor, nn
 
 from lineattn.hosts.fold import fold_batch_norms
+from tests.hosts.nets import image
 
 
 class Shared(nn.Module):

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from tests.hosts.nets import FAMILIES, image, shake, small
 from torch import nn
 
 from lineattn.errors import InputError
 from lineattn.hosts import plans
+from tests.hosts.nets import FAMILIES, image, shake, small
 
 
 @pytest.mark.parametrize("family", FAMILIES)

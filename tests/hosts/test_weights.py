@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.hosts.nets import Mean, image, shake, small
 from torch import Tensor, nn
 
 from lineattn import attach, create_model
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.weights import load_published, load_trunk
+from tests.hosts.nets import Mean, image, shake, small
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.hosts.nets import image
 from torch import nn
 
 from lineattn.errors import InputError
 from lineattn.models.cifar_resnet import BasicBlock, Bottleneck, CifarResNet
+from tests.hosts.nets import image
 
 
 @pytest.mark.parametrize(("depth", "count"), [(20, 243_508), (56, 614_452), (110, 1_170_868)])

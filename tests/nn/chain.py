@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.oracles import depth as oracle
 from torch import Tensor, nn
 
 from lineattn import registry
 from lineattn.nn.depth.base import DepthAttention, Site
+from tests.oracles import depth as oracle
 
 STAGES = (  # what changes where the stage begins; channels, height and width, blocks
     ("first stage", 8, (9, 7), 3),

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.nn.chain import CASES, Case
 
 from lineattn.nn import common
 from lineattn.nn.depth.base import Site
 from lineattn.nn.depth.mrla import MRLALight
+from tests.nn.chain import CASES, Case
 
 KERNELS = {16: 3, 32: 3, 64: 3, 128: 5, 256: 5, 512: 5, 1024: 5, 2048: 7}  # spec section 0
 

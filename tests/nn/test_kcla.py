@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from tests.nn.chain import CASES, KCLA_CASES, Case, build, draw, run_with_states, worst
-from tests.oracles import depth as oracle
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
 from lineattn.nn.depth.base import Site
 from lineattn.nn.depth.kcla import KCLA, VARIANTS, KCLAState, temperatures
 from lineattn.nn.depth.layer_softmax import LayerSoftmax
+from tests.nn.chain import CASES, KCLA_CASES, Case, build, draw, run_with_states, worst
+from tests.oracles import depth as oracle
 
 ONE_STAGE = (("", 8, (5, 6), 6),)
 kcla_cases = pytest.mark.parametrize("case", KCLA_CASES, ids=lambda case: case.id)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.nn.chain import CASES, Case, build, draw, run
 from torch import Tensor
+
+from tests.nn.chain import CASES, Case, build, draw, run
 
 SITES, CHANNELS, SIZE = 6, 16, 32
 MAPS = {  # a site: what it keeps

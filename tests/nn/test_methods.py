@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from tests.nn.chain import CASES, Case, build, draw, run, run_with_states, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineattn import registry
 from lineattn.errors import InputError
 from lineattn.nn.depth.base import Site
+from tests.nn.chain import CASES, Case, build, draw, run, run_with_states, worst
 
 TWO_STAGES = (("", 8, (5, 6), 3), ("", 16, (3, 3), 3))
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

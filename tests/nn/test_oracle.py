@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from tests.nn.chain import CASES, KCLA_CASES, Case, build, draw, run, run_with_states, worst
 from tests.oracles import depth as oracle
-from torch import Tensor
 
 HEADS = {"heads of 4": 4, "one channel a head": 1, "one head": None}
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.published.networks import Cifar, ImageNet
 from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
@@ -12,6 +11,7 @@ import lineattn
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.weights import load_published
+from tests.published.networks import Cifar, ImageNet
 
 R50, R101 = [3, 4, 6, 3], [3, 4, 23, 3]
 SHORT = [2, 1, 13, 2]  # with a twelfth block in the third stage

@@ -44,24 +44,27 @@ def await_training(run):
     pytest.fail(run.stderr.read())
 
 
+def finish(run):
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors
+
+
 @pytest.mark.slow
 def test_killed_ten_times_at_random_moments_equals_left_alone(tmp_path):
-    alone = start("--out", str(tmp_path / "alone"))
-    assert alone.wait(300) == 0, alone.stderr.read()
+    finish(start("--out", str(tmp_path / "alone")))
     moments, killed = random.Random(0), 0
-    while True:
+    while killed < 10:
         run = start("--out", str(tmp_path / "killed"), "--ckpt_path", "last")
         await_training(run)
-        if killed < 10:
-            time.sleep(moments.uniform(0.2, 3.0))
-        if killed < 10 and run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-            killed += 1
+        time.sleep(moments.uniform(0.2, 3.0))
+        if run.poll() is not None:
             run.communicate()
-            continue
-        assert run.wait(300) == 0, run.stderr.read()
-        break
+            break  # it got to its end between two kills
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+        killed += 1
     assert killed > 2
+    finish(start("--out", str(tmp_path / "killed"), "--ckpt_path", "last"))
     assert_equal(contents(tmp_path / "killed"), contents(tmp_path / "alone"))
     left = [json.loads((tmp_path / name / "summary.json").read_text())["last"] for name in ("alone", "killed")]
     assert left[0] == left[1]
@@ -84,8 +87,7 @@ def test_ctrl_c_at_a_terminal_is_one_line_exit_code_130_and_a_checkpoint(tmp_pat
 def test_two_processes_train_and_count_each_image_once(tmp_path):
     both = ("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp")
     run = start("--out", str(tmp_path), "--trainer.max_epochs", "1", *both)
-    _, errors = run.communicate(timeout=300)
-    assert run.returncode == 0, errors
+    finish(run)
     found = json.loads((tmp_path / "summary.json").read_text())["last"]
     alone = subprocess.run(
         command("test", "cls", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt")),

@@ -205,8 +205,11 @@ class DepthHost(nn.Module):
             InputError: A site has no exact form without its gain; then none is changed.
         """
         for sites in (copy.deepcopy(self.sites), self.sites):  # the first is the trial
-            for module in sites.values():
-                cast(DepthAttention, module).fold_gain()
+            for key, module in sites.items():
+                try:
+                    cast(DepthAttention, module).fold_gain()
+                except InputError as error:
+                    raise InputError(f"sites.{key}: {error}") from error
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.family!r}, sites={len(self.sites)}"

@@ -177,7 +177,7 @@ def attend_folded(
         sign: :math:`s`, ``(C,)``, or ``None`` for one.
     """
     y = _depthwise(read.to(x.dtype), kernel)
-    y = torch.addcmul(bias.to(y.dtype)[:, None, None], y, _broadcast(gate, y))
+    y = torch.addcmul(bias[:, None, None], y, gate.to(bias.dtype)[:, :, None, None]).to(x.dtype)
     if relu:
         y = y.relu_()
     if sign is not None:
@@ -350,8 +350,10 @@ def _affine(
 ) -> Tensor:
     """Batch normalisation of ``gate * z`` with given statistics, as one multiply-add a value."""
     slope = weight * inv_std
-    offset = (bias - mean * slope).to(z.dtype)[:, None, None]
-    return torch.addcmul(offset, z, _broadcast(slope[None] if gate is None else slope * gate, z))
+    offset = (bias - mean * slope)[:, None, None]
+    slope = slope[None] if gate is None else slope * gate
+    # In the type of the statistics, as batch norm does it: a slope in half precision is off by the same share everywhere.
+    return torch.addcmul(offset, z, slope[:, :, None, None]).to(z.dtype)
 
 
 def _sum_over_space(a: Tensor, b: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def _check_init(module: nn.Module, state_dict: dict, prefix: str, *_: object) ->
     if module.gain is None and prefix + "gain" in ours:
         raise InputError(
             f"{prefix}gain: these weights were trained with init='identity' and this module has init='paper'; "
-            "build it with init='identity', then call host.fold_gain()"
+            "build it with init='identity'"
         )
     if module.gain is not None and prefix + "gain" not in ours:
         raise InputError(

@@ -1,0 +1,259 @@
+"""The options of `lineattn fit|validate|test|predict TASK`: LightningCLI, subclassed where it misleads.
+
+What differs from LightningCLI: the settings of a checkpoint are defaults, so an explicit flag wins over them or is an
+error, never ignored; one parser a verb; errors are one line.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lineattn.errors import InputError, unknown
+from lineattn.tasks import console
+from lineattn.tasks.checkpoint import KEY, CheckpointIO, Checkpoints, load
+from lineattn.tasks.cls import Classifier
+from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.optim import Optim
+from lineattn.tasks.record import Record
+
+# What a network is must not change under its weights ...
+_NETWORK = ("model.name", "model.attn", "model.init", "model.scope", "model.attn_args", "model.width", "data.channels")
+# ... and what a run computes must not change in its middle.
+_RUN = (
+    "optim",
+    "seed_everything",
+    *(f"data.{key}" for key in ("name", "batch_size", "image_size", "augment", "rand_augment", "erasing", "mixup")),
+    *(f"data.{key}" for key in ("cutmix", "mean", "std", "val_fraction", "on_error")),
+    *(f"trainer.{key}" for key in ("precision", "accumulate_grad_batches", "gradient_clip_val")),
+)
+_HELP = {
+    "fit": "Trains an image classifier.",
+    "validate": "Evaluates a checkpoint on the validation split.",
+    "test": "Evaluates a checkpoint on the test split.",
+    "predict": "Class names and probabilities for a file, a folder or a glob.",
+}
+
+
+class TaskCLI(LightningCLI):
+    """Parses the options of one verb, and makes the data, the network and the trainer.
+
+    Args:
+        verb: Which options there are.
+        args: The options.
+        progress: Show a progress bar unless told otherwise.
+        callbacks: Further callbacks of the trainer.
+    """
+
+    def __init__(self, verb: str, args: list[str], *, progress: bool, callbacks: Sequence[Callback] = ()) -> None:
+        self.verb, self.callbacks = verb, callbacks
+        self.stored: dict[str, Any] | None = None
+        self.ckpt_path: Path | None = None
+        defaults: dict[str, Any] = {
+            "max_epochs": 100,
+            "logger": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": progress,
+            "num_sanity_val_steps": 0,
+            "use_distributed_sampler": False,
+        }
+        super().__init__(
+            args=args,
+            run=False,
+            save_config_callback=None,
+            trainer_defaults=defaults | ({"devices": 1} if verb == "predict" else {}),
+            seed_everything_default=0,
+            parser_kwargs={
+                "prog": f"lineattn {verb} cls",
+                "description": _HELP[verb],
+                "exit_on_error": False,
+                "allow_abbrev": False,
+            },
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    # Options
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({f"trainer.{key}": value for key, value in self.trainer_defaults.items()})
+        given: set[str | int] = {"classes", "in_chans", "optim", "mixup", "cutmix", "seed"}
+        parser.add_class_arguments(Classifier, "model", skip=given, instantiate=False)
+        parser.add_class_arguments(ImageData, "data", skip={"seed"}, instantiate=False)
+        parser.add_class_arguments(Optim, "optim", instantiate=False)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--out", type=str | None, default=None, help="run folder; default runs/cls/TIME-NAME")
+        parser.add_argument(
+            "--ckpt_path", type=str | None, default=None, help="a checkpoint, or last or best of the run folder"
+        )
+        if self.verb == "fit":
+            parser.add_argument(
+                "--checkpoint_every", type=int, default=0, help="steps between checkpoints, beside one an epoch"
+            )
+            parser.add_argument("--test_after_fit", type=bool, default=True, help="end with the test split")
+        if self.verb == "predict":
+            parser.add_argument("--input", type=str | None, default=None, help="an image, a folder or a glob")
+            parser.add_argument("--top", type=int, default=3, help="classes to print an image")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if not any(str(arg).startswith("--print_config") for arg in args):
+            explicit = _parse(parser, args, defaults=False)
+            self.ckpt_path = self._checkpoint(explicit)
+            if self.ckpt_path is not None:
+                self.stored = load(self.ckpt_path)
+                self._inherit(parser, explicit)
+        self.config = _parse(parser, args, defaults=True)
+
+    def _checkpoint(self, explicit: Any) -> Path | None:
+        given, out = explicit.get("ckpt_path"), explicit.get("out")
+        if given is None:
+            if self.verb != "fit":
+                raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.verb} with")
+            return None
+        if given not in ("last", "best"):
+            return Path(given)
+        if out is None:
+            raise InputError(f"--ckpt_path {given} needs --out: name the run folder that holds it")
+        path = Path(out) / "checkpoints" / f"{given}.ckpt"
+        if self.verb == "fit" and not path.is_file():
+            console.note(f"{path} does not exist yet: starting from the beginning")
+            return None
+        return path
+
+    def _inherit(self, parser: LightningArgumentParser, explicit: Any) -> None:
+        """Makes the checkpoint's settings the defaults; an explicit flag that cannot win over them is an error."""
+        assert self.stored is not None
+        stored = dict(_flat(self.stored[KEY]["config"]))
+        frozen = _NETWORK + (_RUN if self.verb == "fit" else ())
+        for key, value in _flat(explicit.as_dict()):
+            # What was not set is not in the file.
+            if value != stored.get(key) and any(key == k or key.startswith(f"{k}.") for k in frozen):
+                raise InputError(
+                    f"--{key} {value} contradicts {self.ckpt_path}, made with {stored.get(key)}: leave it out, or "
+                    "start a new run without --ckpt_path"
+                )
+        known = dict(_flat(parser.get_defaults().as_dict()))
+        sections = ("model", "data", "optim", "seed_everything", "trainer.precision")
+        if self.verb == "fit":
+            sections = (*sections, "trainer", "checkpoint_every", "test_after_fit")
+        parser.set_defaults(
+            {
+                key: value
+                for key, value in stored.items()
+                if key in known and any(key == section or key.startswith(f"{section}.") for section in sections)
+            }
+        )
+
+    # Objects
+
+    def instantiate_classes(self) -> None:
+        config = self.config
+        self.seed: int = config.seed_everything
+        self.data = ImageData(**config.data.as_dict(), seed=self.seed)
+        for key in ("name", "image_size", "channels", "augment", "mean", "std", "crop"):
+            config.data[key] = getattr(self.data, key)  # what "by default" came to
+        self.classes: list[str] = self._classes()
+        model = config.model.as_dict()
+        if self.stored is not None:
+            model["weights"] = None  # the checkpoint's take their place
+        self.module = Classifier(
+            **model,
+            classes=len(self.classes),
+            in_chans=self.data.channels,
+            optim=Optim(**config.optim.as_dict()),
+            mixup=self.data.mixup,
+            cutmix=self.data.cutmix,
+            seed=self.seed,
+        )
+        self.out = self._run_folder()
+        self.recorder = Record(self.out)
+        self.checkpoints = Checkpoints(
+            self.out / "checkpoints",
+            every=config.get("checkpoint_every", 0),
+            content={"config": self.settings(), "classes": self.classes},
+        )
+        instantiate = getattr(self.parser, "instantiate", None) or self.parser.instantiate_classes  # before 4.49
+        trainer = dict(instantiate(config)["trainer"])
+        trainer["callbacks"] = [*(trainer["callbacks"] or []), *self.callbacks, self.recorder, self.checkpoints]
+        trainer["plugins"] = [*_listed(trainer["plugins"]), CheckpointIO()]
+        try:
+            self.trainer = Trainer(**trainer)
+        except (ValueError, TypeError) as error:
+            raise InputError(" ".join(f"--trainer: {error}".split())) from error
+
+    def _classes(self) -> list[str]:
+        if self.stored is None:
+            return self.data.classes
+        known = self.stored[KEY]["classes"]
+        if self.verb != "predict":
+            found = self.data.classes
+            if len(found) != len(known):
+                raise InputError(
+                    f"{self.ckpt_path} knows {len(known)} classes, the data has {len(found)}: use the data it was "
+                    "trained on, or start a new run without --ckpt_path"
+                )
+            for mine, theirs in zip(known, found, strict=True):
+                if mine != theirs:
+                    raise InputError(f"{self.ckpt_path} has the class {mine!r} where the data has {theirs!r}")
+        return known
+
+    def _run_folder(self) -> Path:
+        if self.config.out is not None:
+            return Path(self.config.out)
+        if self.ckpt_path is not None:
+            here = self.ckpt_path.parent
+            return here.parent if here.name == "checkpoints" else here
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return Path("runs") / "cls" / f"{stamp}-{self.config.model.name}-{self.config.model.attn}"
+
+    def settings(self) -> dict[str, Any]:
+        """The resolved configuration as plain values, without what names this run only."""
+        settings = yaml.safe_load(self.parser.dump(self.config, format="yaml"))
+        return {key: value for key, value in settings.items() if key not in ("config", "out", "ckpt_path")}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a dictionary that is a value itself stays one."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != "model.attn_args":
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool) -> Any:
+    try:
+        return parser.parse_args(args, defaults=defaults)
+    except ArgumentError as error:
+        raise _readable(str(error), parser) from error
+
+
+def _readable(text: str, parser: LightningArgumentParser) -> InputError:
+    """jsonargparse's message, which runs over many lines, as one."""
+    if found := re.search(r"unrecognized arguments: (\S+)", text):
+        options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+        return unknown("option", found.group(1).split("=")[0], options)
+    key = re.search(r'Parser key "([^"]+)"', text)
+    value = re.search(r"Given value: (.*)", text)
+    if key and value:
+        kinds = ", ".join(dict.fromkeys(re.findall(r"Expected an? (?:<class ')?([\w.]+)", text)))
+        wanted = f"expected {kinds}" if kinds else " ".join(text.splitlines()[-1].split())
+        return InputError(f"--{key.group(1)} {value.group(1)}: {wanted}")
+    return InputError(" ".join(text.split()))
