@@ -12,6 +12,8 @@ from typing import Any
 
 from lineattn.errors import InputError
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 def write_whole(path: Path, write: Callable[[Any], object]) -> None:
     """Writes a binary file so that a reader finds the old one or the new one, never a part.
@@ -26,6 +28,8 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}.*.part"):
+            left.unlink(missing_ok=True)  # by a process that was killed while it wrote
         with part.open("wb") as file:
             write(file)
             file.flush()
@@ -35,7 +39,7 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         # torch wraps a write that failed in a RuntimeError; what happened stands in the chain behind it.
-        if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes(error)):
+        if any(isinstance(cause, OSError) and cause.errno in _NO_ROOM for cause in causes(error)):
             raise InputError(f"no room on the disk to write {path}: free some, then run the command again") from error
         raise
 

@@ -1,4 +1,4 @@
-"""What every recorded number is made with: the environment it came from, and bytes that autograd saves."""
+"""What every recorded number is made with: the environment it came from, and the bytes of a training step."""
 
 from __future__ import annotations
 
@@ -78,3 +78,9 @@ class SavedBytes:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
+
+
+def static_bytes(net: nn.Module) -> int:
+    """Parameters, their gradients, and buffers."""
+    parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in net.parameters())
+    return parameters + sum(b.numel() * b.element_size() for b in net.buffers())

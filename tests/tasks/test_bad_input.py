@@ -132,7 +132,17 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-@pytest.mark.parametrize("kind", ["code", "bare pickle with code", "cut", "text", "weights", "folder"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "code",
+        "cut",
+        *(
+            pytest.param(kind, marks=pytest.mark.medium)
+            for kind in ("bare pickle with code", "text", "weights", "folder")
+        ),
+    ],
+)
 def test_checkpoints_that_are_none(kind, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, good = tmp_path / "x.ckpt", trained / "checkpoints" / "last.ckpt"

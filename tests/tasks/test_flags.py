@@ -24,7 +24,9 @@ def trained(tmp_path):
     return tmp_path / "run" / "checkpoints" / "last.ckpt"
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    "verb", ["fit", "test", *(pytest.param(v, marks=pytest.mark.medium) for v in ("validate", "predict"))]
+)
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--model.width", "16"), ("--model.attn", "kcla"), ("--model.scope", "carry"), ("--data.channels", "3")],

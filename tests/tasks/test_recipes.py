@@ -48,7 +48,7 @@ def test_the_papers_recipes_differ_in_network_and_data_alone():
 
 
 def sizes(path):
-    return () if "resnet20" in path.stem else pytest.mark.medium
+    return () if "cifar100_resnet20" in path.stem else pytest.mark.medium
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=sizes(path)) for path in PAPER])

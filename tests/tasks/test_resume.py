@@ -30,7 +30,10 @@ def alone(tmp_path_factory):
         return contents(out), torch.get_rng_state()
 
 
-@pytest.mark.parametrize("steps", [(2,), (5,), (6,), (9,), pytest.param((1, 3, 4, 1, 5), marks=pytest.mark.medium)])
+@pytest.mark.parametrize(
+    "steps",
+    [(9,), *(pytest.param(steps, marks=pytest.mark.medium) for steps in [(2,), (5,), (6,), (12,), (1, 3, 4, 1, 5)])],
+)
 def test_resumed_run_equals_the_one_left_alone(alone, steps, tmp_path, monkeypatch):
     make_small(monkeypatch)
     for step in steps:
@@ -70,7 +73,7 @@ def interrupt_at(monkeypatch, step: int, times: int = 1):
     monkeypatch.setattr(Classifier, "training_step", pressing)
 
 
-@pytest.mark.parametrize("step", [0, 3, 5, 8])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.medium) for step in (0, 5, 8))])
 def test_ctrl_c_finishes_the_step_and_the_run_goes_on_from_there(alone, step, tmp_path, monkeypatch):
     make_small(monkeypatch)
     before = signal.getsignal(signal.SIGINT)
@@ -104,6 +107,7 @@ def test_ctrl_c_outside_of_training_is_an_interruption_too(tmp_path, monkeypatch
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.medium
 def test_a_run_killed_after_its_last_epoch_is_only_evaluated(alone, tmp_path, monkeypatch):
     make_small(monkeypatch)
     with monkeypatch.context() as inner:
@@ -115,3 +119,29 @@ def test_a_run_killed_after_its_last_epoch_is_only_evaluated(alone, tmp_path, mo
         found = fit(tmp_path, *RECIPE, *RESUME)
     assert found["epochs"] == 3 and "test/acc1" in found["best"]
     assert_equal(contents(tmp_path), alone[0])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("extra", [("--trainer.accumulate_grad_batches", "2"), ("--trainer.limit_train_batches", "4")])
+def test_uneven_steps_resume_exactly_too(extra, tmp_path, monkeypatch):
+    make_small(monkeypatch)
+    recipe = (*RECIPE, "--checkpoint_every", "1", *extra)
+    fit(tmp_path / "alone", *recipe)
+    for step in (3, 4, 1):
+        with monkeypatch.context() as inner:
+            killed_at(inner, step)
+            with pytest.raises(Killed):
+                fit(tmp_path / "killed", *recipe, *RESUME)
+    fit(tmp_path / "killed", *recipe, *RESUME)
+    assert_equal(contents(tmp_path / "killed"), contents(tmp_path / "alone"))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("first", [8, 12])
+def test_a_run_by_steps_goes_on_exactly_when_given_more(first, tmp_path, monkeypatch):
+    make_small(monkeypatch)
+    recipe = (*RECIPE, "--trainer.max_epochs", "-1", "--optim.schedule", "none", "--checkpoint_every", "0")
+    fit(tmp_path / "alone", *recipe, "--trainer.max_steps", "16")
+    fit(tmp_path / "more", *recipe, "--trainer.max_steps", str(first))
+    fit(tmp_path / "more", *recipe, "--trainer.max_steps", "16", *RESUME)
+    assert_equal(contents(tmp_path / "more"), contents(tmp_path / "alone"))

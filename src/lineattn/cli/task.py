@@ -15,10 +15,11 @@ from lightning.pytorch import Callback
 from lineattn.analysis.cost import count_macs, count_params
 from lineattn.cli.task_options import TaskCLI
 from lineattn.errors import InputError, unknown
+from lineattn.files import write_json, write_text
+from lineattn.measure import environment
 from lineattn.tasks import console, predict
 from lineattn.tasks.checkpoint import Interrupted, load
 from lineattn.tasks.data.source import Files, Source
-from lineattn.tasks.record import environment, write_json, write_text
 
 TASKS = ["cls"]
 _ATTENTION = ("attn", "attn_args", "init", "scope")
@@ -70,13 +71,14 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
         raise InputError(f"{cli.out} holds a run already: go on with --ckpt_path last, or choose another --out")
     splits = cli.data.splits
     if cli.trainer.is_global_zero:
-        settings = cli.settings()
-        write_text(cli.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_text(cli.out / "config.yaml", yaml.safe_dump(cli.settings, sort_keys=False))
         write_json(cli.out / "env.json", environment(cli.seed))
         write_json(cli.out / "classes.json", cli.classes)
         for line in splits.notices:
             console.note(line)
         _header(cli)
+    if cli.module.trunk_report is not None:
+        console.say(cli.module.trunk_report)
     cli.trainer.fit(cli.module, datamodule=cli.data, ckpt_path=cli.ckpt_path, weights_only=True)
     last = dict(cli.recorder.last_val())
     best: dict[str, Any] | None = dict(cli.checkpoints.best) if cli.checkpoints.best else None
@@ -180,8 +182,7 @@ def _header(cli: TaskCLI) -> None:
 def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) -> dict[str, Any]:
     net = cli.module.net.eval()
     size = cli.data.image_size
-    recipe = cli.settings()
-    del recipe["seed_everything"]
+    recipe = {key: value for key, value in cli.settings.items() if key != "seed_everything"}
     recipe["model"] = {key: value for key, value in recipe["model"].items() if key not in _ATTENTION}
     peak = cli.recorder.peak_mib
     return {

@@ -10,6 +10,7 @@ import re
 import time
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ class TaskCLI(LightningCLI):
         self.checkpoints = Checkpoints(
             self.out / "checkpoints",
             every=config.get("checkpoint_every", 0),
-            content={"config": self.settings(), "classes": self.classes},
+            content={"config": self.settings, "classes": self.classes},
         )
         instantiate = getattr(self.parser, "instantiate", None) or self.parser.instantiate_classes  # before 4.49
         trainer = dict(instantiate(config)["trainer"])
@@ -216,6 +217,7 @@ class TaskCLI(LightningCLI):
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return Path("runs") / "cls" / f"{stamp}-{self.config.model.name}-{self.config.model.attn}"
 
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The resolved configuration as plain values, without what names this run only."""
         settings = yaml.safe_load(self.parser.dump(self.config, format="yaml"))

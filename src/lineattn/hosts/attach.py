@@ -18,7 +18,7 @@ from lineattn.errors import InputError, unknown
 from lineattn.hosts import plans
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.site import StateScope, derive
-from lineattn.hosts.step import Plan, Step
+from lineattn.hosts.step import Plan, Step, run_split
 from lineattn.nn.depth.base import DepthAttention, Init
 
 
@@ -121,9 +121,7 @@ def _walk_step(step: Step, x: Tensor, split: bool) -> Tensor:
         return step.module(x)
     if step.split is None:
         raise InputError(f"{step.path!r} can't be split into branch and shortcut, which this method needs")
-    branch, shortcut, act = step.split(step.module, x)
-    branch += shortcut
-    return act(branch)
+    return run_split(step.split, step.module, x)[0]
 
 
 def _run_plain(net: nn.Module, steps: list[Step], probe: Tensor) -> tuple[Tensor, dict[str, Tensor], set[str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lineattn.errors import InputError
 from lineattn.hosts.checkpointing import checkpointed
 from lineattn.hosts.fold import fold_batch_norms
-from lineattn.hosts.step import Plan, Step
+from lineattn.hosts.step import Plan, Step, run_split
 from lineattn.nn.depth.base import DepthAttention
 
 
@@ -241,9 +241,8 @@ class DepthHost(nn.Module):
         if key in self._starts:
             state = None
         if self.needs_shortcut and step.split is not None:
-            branch, shortcut, act = step.split(step.module, x)
-            branch += shortcut
-            return self.sites[key](act(branch), shortcut, state)
+            out, shortcut = run_split(step.split, step.module, x)
+            return self.sites[key](out, shortcut, state)
         return self.sites[key](step.module(x), None, state)
 
     def _modules_at(self, step: Step) -> list[nn.Module]:

@@ -61,6 +61,13 @@ class Plan:
     probe_size: int
 
 
+def run_split(split: Split, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The block's output and the shortcut in it."""
+    branch, shortcut, act = split(block, x)
+    branch += shortcut
+    return act(branch), shortcut
+
+
 def loaded(module: str, *names: str) -> tuple[type, ...]:
     """Classes of a module, for `isinstance`, without importing it: what isn't loaded has no instances."""
     home = sys.modules.get(module)

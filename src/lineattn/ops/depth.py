@@ -15,7 +15,9 @@ It is algebraically the published pair :math:`U_t = m_t e^{\ell_t}`, :math:`Z_t 
 
 **One tail for every method.** What is read from the past becomes the output in the same way,
 
-.. math:: \tilde x = x + s \odot \phi(\mathrm{BN}(g \odot V * m + \lambda \odot I)), \qquad s = \mathrm{gain} \cdot \mathrm{drop}
+.. math::
+    \tilde x = x + s \odot \phi(\mathrm{BN}(g \odot V * m + \lambda \odot I)), \qquad
+    s = \mathrm{gain} \cdot \mathrm{drop}
 
 with a depth-wise 3x3 convolution :math:`V`. It is a few passes over memory and nearly no arithmetic, so `attend`
 keeps only its inputs for the backward and computes the rest again.
@@ -352,7 +354,7 @@ def _affine(
     slope = weight * inv_std
     offset = (bias - mean * slope)[:, None, None]
     slope = slope[None] if gate is None else slope * gate
-    # In the type of the statistics, as batch norm does it: a slope in half precision is off by the same share everywhere.
+    # In the type of the statistics, as batch norm does it: a half-precision slope is off by one share everywhere.
     return torch.addcmul(offset, z, slope[:, :, None, None]).to(z.dtype)
 
 

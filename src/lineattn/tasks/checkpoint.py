@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import pickle
 import signal
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,52 +16,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lineattn.errors import InputError
+from lineattn.files import write_whole
 from lineattn.tasks import console
 from lineattn.tasks.cls import Classifier
 
 KEY = "lineattn"  # where our own entries stand in a checkpoint
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Interrupted(Exception):
     """The user pressed Ctrl-C. No KeyboardInterrupt: Lightning turns one into an exit of its own."""
-
-
-def write_whole(path: Path, write: Callable[[Any], None]) -> None:
-    """Writes a binary file so that a reader finds the old one or the new one, never a part.
-
-    Args:
-        path: Where it shall stand; its folder is made.
-        write: Is given the open file.
-
-    Raises:
-        InputError: There is no room; the old file, if any, is untouched.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{path.name}.*.part"):
-            left.unlink(missing_ok=True)  # by a process that was killed while it wrote
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        if _is_full(error):
-            raise InputError(f"no room on the disk to write {path}: free some, then resume the run") from error
-        raise
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """torch wraps a write that failed in a RuntimeError; what happened stands in the chain behind it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -166,11 +125,12 @@ class Checkpoints(Checkpoint):
         if trainer.world_size > 1:
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
         # After the last batch come validation and the end of the epoch, where it is written anyway.
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if _epoch_is_done(trainer):
             self.interrupted = stop
             return
         due = self.every > 0 and trainer.global_step % self.every == 0
-        if (stop or due) and not trainer.fit_loop._should_accumulate():
+        ends = trainer.should_stop or trainer.global_step == trainer.max_steps
+        if (stop or due or ends) and not trainer.fit_loop._should_accumulate():
             self._save(trainer, pl_module, "last")
             if stop:
                 raise Interrupted(f"stopped at step {trainer.global_step}; go on with {self._hint()}")
@@ -181,7 +141,9 @@ class Checkpoints(Checkpoint):
         if accuracy is not None and (self.best is None or accuracy > self.best["val/acc1"]):
             self.best = {"val/acc1": accuracy, "epoch": trainer.current_epoch}
             self._save(trainer, pl_module, "best")
-        self._save(trainer, pl_module, "last")
+        # A run that ends inside an epoch was written after its last step; from here it could not go on exactly.
+        if _epoch_is_done(trainer):
+            self._save(trainer, pl_module, "last")
         if self.interrupted:
             raise Interrupted(f"stopped after epoch {trainer.current_epoch}; go on with {self._hint()}")
 
@@ -189,3 +151,7 @@ class Checkpoints(Checkpoint):
         assert isinstance(pl_module, Classifier)
         pl_module.refuse_bad(weights=True)
         trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+
+
+def _epoch_is_done(trainer: Trainer) -> bool:
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

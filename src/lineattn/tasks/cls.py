@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from lineattn.errors import InputError
+from lineattn.measure import SavedBytes, static_bytes
 from lineattn.models import create_model
 from lineattn.nn.depth.base import Init
 from lineattn.tasks.data.dataset import Batch, Unreadable
 from lineattn.tasks.data.transforms import batch_mixing
-from lineattn.tasks.memory import SavedBytes, static_bytes
 from lineattn.tasks.meter import Meter
 from lineattn.tasks.optim import Optim, Schedule, optimizer
 from lineattn.tasks.seeding import mix, seeded
@@ -77,10 +77,11 @@ class Classifier(LightningModule):
                 width=width,
                 **(attn_args or {}),
             )
+        self.trunk_report: str | None = None
         if weights is not None:
             from lineattn.hosts.weights import load_trunk
 
-            load_trunk(self.net, weights)
+            self.trunk_report = str(load_trunk(self.net, weights))
         self.net = self.net.to(memory_format=self.memory_format)  # pyright: ignore[reportCallIssue]
         self.ema = None
         if self.optim.ema_decay > 0:

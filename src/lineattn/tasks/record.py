@@ -4,61 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import os
-import platform
 import statistics
-import subprocess
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lineattn.files import write_text, write_whole
 from lineattn.tasks import console
-from lineattn.tasks.checkpoint import write_whole
 from lineattn.tasks.cls import Classifier
 
 COLUMNS = ["epoch", "step", "lr", "train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5", "seconds"]
-_PACKAGES = ["lineattn", "torch", "torchvision", "timm", "lightning", "numpy"]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all."""
-    write_whole(path, lambda file: file.write(text.encode()))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def environment(seed: int) -> dict[str, Any]:
-    """What a number depends on besides the configuration."""
-    return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-        "git": _git_hash(),
-        "machine": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "seed": seed,
-        "native": False,
-    }
-
-
-def _git_hash() -> str | None:
-    """The commit of the library's own source, where that is a git checkout."""
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return None
-    return found.stdout.strip() if found.returncode == 0 else None
 
 
 class Record(Callback):

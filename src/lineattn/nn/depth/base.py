@@ -88,7 +88,7 @@ class DepthAttention(nn.Module, ABC):
         """Keys, scores and attention at this site, by name, for the analyses; pure."""
         return {}
 
-    def fuse(self) -> DepthAttention:
+    def fuse(self) -> nn.Module:
         """A module for evaluation with the same outputs, where everything constant is folded; by default itself."""
         return self
 
