@@ -49,7 +49,7 @@ def test_best_weights_have_a_column_of_their_own(tmp_path):
     make_run(tmp_path / "a", "kcla", 1, 90.0, best={"test/acc1": 92.5, "epoch": 3})
     assert main(["compare", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
     (row,) = table(tmp_path / "t.csv")
-    assert row["test/acc1"] == "90.00" and row["test/acc1 (best on val)"] == "92.50"
+    assert row["test/acc1"] == "90.00" and row["test/acc1 (best)"] == "92.50"
 
 
 def test_different_recipes_are_refused_by_name(tmp_path, capsys):

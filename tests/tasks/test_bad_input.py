@@ -65,6 +65,7 @@ def fit_args(images: Path, out: Path, *more: str):
         (("fit", "cls", "--data.augment", "cropp"), "--data.augment cropp"),
         (("fit", "cls", "--config", "absent.yaml"), "absent.yaml"),
         (("fit", "cls", "--data.name", "digits", "--trainer.accelerator", "abacus"), "abacus"),
+        (("fit", "cls", "--data.name", "digits", "--trainer.max_steps", "9"), "--trainer.max_epochs gives the length"),
         (("fit", "cls", "--ckpt_path", "absent.ckpt"), "no checkpoint at absent.ckpt"),
         (("fit", "cls", "--ckpt_path", "last"), "--ckpt_path last needs --out"),
         (("test", "cls"), "--ckpt_path is missing"),
@@ -218,33 +219,26 @@ def test_a_disk_that_really_is_full(trained, tmp_path):
         os.system(f"umount {tmp_path}")
 
 
-@pytest.mark.parametrize("what", ["loss", "weights"])
-def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(what, tmp_path, capsys, monkeypatch):
-    plain, done = Classifier.training_step, [0]
+@pytest.mark.parametrize(("name", "step"), [("_loss", 4), ("optimizer_step", 5)])
+def test_a_loss_or_a_weight_that_is_no_number_stops_and_keeps_the_checkpoint(name, step, tmp_path, capsys, monkeypatch):
+    plain, done = getattr(Classifier, name), [0]
 
-    def diverging(self, batch, batch_idx):
+    def diverging(self, *args, **kwargs):
         done[0] += 1
-        if done[0] == 5 and what == "weights":
+        found = plain(self, *args, **kwargs)
+        if done[0] == 5 and name == "optimizer_step":
             with torch.no_grad():
                 next(self.net.parameters()).fill_(float("nan"))
-        loss = plain(self, batch, batch_idx)
-        return loss * float("nan") if done[0] == 5 else loss
+        return (found[0] * float("inf"), found[1]) if done[0] == 5 and name == "_loss" else found
 
-    def bad_batch(self, images, target):
-        loss, logits = plain_loss(self, images, target)
-        return (loss * float("inf") if done[0] == 5 else loss), logits
-
-    plain_loss = Classifier._loss
-    monkeypatch.setattr(Classifier, "training_step", diverging)
-    if what == "loss":
-        monkeypatch.setattr(Classifier, "_loss", bad_batch)
+    monkeypatch.setattr(Classifier, name, diverging)
     out = tmp_path / "run"
-    line = fails(
-        capsys, "fit", "cls", *SMALL, "--trainer.max_epochs", "4", "--checkpoint_every", "1", "--out", str(out)
-    )
-    assert "step 4" in line and "--optim.lr" in line
-    last = contents(out)["weights"]
-    assert all(bool(tensor.isfinite().all()) for tensor in last.values() if tensor.is_floating_point())
+    args = (*SMALL, "--trainer.max_epochs", "4", "--checkpoint_every", "1", "--out", str(out))
+    line = fails(capsys, "fit", "cls", *args)
+    assert f"step {step}" in line and "--optim.lr" in line
+    last = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 4
+    assert all(bool(tensor.isfinite().all()) for tensor in last["state_dict"].values() if tensor.is_floating_point())
 
 
 def test_nothing_to_predict(trained, tmp_path, capsys):

@@ -153,6 +153,14 @@ def test_cosine_and_constant():
     assert rates(Optim(lr=1.0, schedule="cosine"), 4) == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
 
 
+@pytest.mark.parametrize(("per_step", "expected"), [("false", [1.0, 0.5]), ("true", [0.629, 0.017])])
+def test_a_run_follows_its_schedule(per_step, expected, tmp_path):
+    recipe = ("--data.name", "digits", "--data.batch_size", "20", "--optim.lr", "1", "--optim.per_step", per_step)
+    fit(tmp_path, *recipe, "--trainer.max_epochs", "2")
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [float(row["lr"]) for row in csv.DictReader(file)] == pytest.approx(expected, abs=1e-3)
+
+
 @pytest.mark.parametrize(("decay_all", "groups"), [(True, {1e-4}), (False, {0.0, 1e-4})])
 def test_norms_and_biases_decay_only_if_asked(decay_all, groups):
     made = optimizer(Optim(decay_all=decay_all), torch.nn.Linear(2, 2))

@@ -6,7 +6,9 @@ import signal
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
+from lineattn.cli.task import run
 from lineattn.tasks.checkpoint import load
 from lineattn.tasks.cls import Classifier
 from tests.tasks.helpers import Killed, assert_equal, contents, fit, killed_at, make_small
@@ -136,12 +138,21 @@ def test_uneven_steps_resume_exactly_too(extra, tmp_path, monkeypatch):
     assert_equal(contents(tmp_path / "killed"), contents(tmp_path / "alone"))
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("first", [8, 12])
-def test_a_run_by_steps_goes_on_exactly_when_given_more(first, tmp_path, monkeypatch):
+class StopAt(Callback):
+    """What `--trainer.max_time` does, at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = trainer.global_step == self.step
+
+
+@pytest.mark.parametrize("step", [8, pytest.param(12, marks=pytest.mark.medium)])
+def test_a_run_that_was_given_too_little_time_goes_on_exactly(alone, step, tmp_path, monkeypatch):
     make_small(monkeypatch)
-    recipe = (*RECIPE, "--trainer.max_epochs", "-1", "--optim.schedule", "none", "--checkpoint_every", "0")
-    fit(tmp_path / "alone", *recipe, "--trainer.max_steps", "16")
-    fit(tmp_path / "more", *recipe, "--trainer.max_steps", str(first))
-    fit(tmp_path / "more", *recipe, "--trainer.max_steps", "16", *RESUME)
-    assert_equal(contents(tmp_path / "more"), contents(tmp_path / "alone"))
+    run(
+        "fit", "cls", ["--out", str(tmp_path), *RECIPE, "--checkpoint_every", "0"], quiet=True, callbacks=[StopAt(step)]
+    )
+    fit(tmp_path, *RECIPE, *RESUME)
+    assert_equal(contents(tmp_path), alone[0])

@@ -18,10 +18,16 @@ from lineattn.errors import InputError
 ATTENTION_KEYS = ("model.attn", "model.attn_args", "model.init", "model.scope")
 
 # Settings that change no result: how a run is watched, read and saved.
-_NO_EFFECT = frozenset(
-    ["trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.logger", "trainer.enable_autolog_hparams"]
-    + ["data.num_workers", "data.download", "checkpoint_every", "test_after_fit"]
-)
+_NO_EFFECT = {
+    "trainer.enable_progress_bar",
+    "trainer.enable_model_summary",
+    "trainer.enable_autolog_hparams",
+    "trainer.logger",
+    "data.num_workers",
+    "data.download",
+    "checkpoint_every",
+    "test_after_fit",
+}
 
 
 @dataclass(frozen=True)

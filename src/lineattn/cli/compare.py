@@ -49,7 +49,9 @@ def run(args: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lineattn compare", description="Finished runs side by side; std is over seeds, with n - 1."
+        prog="lineattn compare",
+        description="Finished runs side by side: mean ± standard deviation over seeds (n - 1). (best): the weights "
+        "that were best on the validation set.",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or folders that hold them")
     parser.add_argument("--metric", default="test/acc1", help="which metric of summary.json (default: test/acc1)")
@@ -67,7 +69,7 @@ def _row(group: Any, metric: str) -> dict[str, Any]:
     return {
         "method": group.label,
         metric: spread(group.values(metric)),
-        f"{metric} (best on val)": spread(group.values(metric, "best")),
+        f"{metric} (best)": spread(group.values(metric, "best")),
         "n": len(group.values(metric)),
         "params": summary.get("params"),
         "MMACs": None if summary.get("macs") is None else round(summary["macs"] / 1e6, 2),
@@ -99,12 +101,15 @@ def markdown(rows: list[dict[str, Any]], columns: list[str]) -> str:
 
 
 def _print(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
-        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+        table.add_column(
+            name.replace(" ", "\n"), justify="left" if name == "method" else "right", no_wrap=name != "method"
+        )
     for row in rows:
         table.add_row(*(_text(row[name]) for name in columns))
     Console().print(table)

@@ -187,6 +187,12 @@ class TaskCLI(LightningCLI):
         trainer = dict(instantiate(config)["trainer"])
         trainer["callbacks"] = [*(trainer["callbacks"] or []), *self.callbacks, self.recorder, self.checkpoints]
         trainer["plugins"] = [*_listed(trainer["plugins"]), CheckpointIO()]
+        if trainer["max_steps"] != -1 or (trainer["max_epochs"] or 0) < 1:
+            # Counted in steps, Lightning loses an epoch's batches at a resume; and a schedule needs an end.
+            raise InputError(
+                "--trainer.max_epochs gives the length of a run, not max_steps, and must be 1 or more: "
+                "--trainer.limit_train_batches shortens an epoch"
+            )
         try:
             self.trainer = Trainer(**trainer)
         except (ValueError, TypeError) as error:

@@ -36,7 +36,9 @@ def count_heads(channels: int, head_dim: int) -> int:
 
 def pool(x: Tensor) -> Tensor:
     """``(B, C, H, W) -> (B, C)``: mean over space, at least in float32."""
-    return x.mean((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
+    # A sum: its gradient is an expanded view, where the mean's would be a map of its own.
+    total = x.sum((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
+    return total / (x.shape[2] * x.shape[3])
 
 
 class ChannelConv(nn.Module):

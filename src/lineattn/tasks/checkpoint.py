@@ -129,21 +129,20 @@ class Checkpoints(Checkpoint):
             self.interrupted = stop
             return
         due = self.every > 0 and trainer.global_step % self.every == 0
-        ends = trainer.should_stop or trainer.global_step == trainer.max_steps
-        if (stop or due or ends) and not trainer.fit_loop._should_accumulate():
+        if (stop or due or trainer.should_stop) and not trainer.fit_loop._should_accumulate():
             self._save(trainer, pl_module, "last")
             if stop:
                 raise Interrupted(f"stopped at step {trainer.global_step}; go on with {self._hint()}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not _epoch_is_done(trainer):
+            return  # the run ends inside an epoch: written after its last step, from where it can go on exactly
         assert isinstance(pl_module, Classifier)
         accuracy = pl_module.results.get("val/acc1")
         if accuracy is not None and (self.best is None or accuracy > self.best["val/acc1"]):
             self.best = {"val/acc1": accuracy, "epoch": trainer.current_epoch}
             self._save(trainer, pl_module, "best")
-        # A run that ends inside an epoch was written after its last step; from here it could not go on exactly.
-        if _epoch_is_done(trainer):
-            self._save(trainer, pl_module, "last")
+        self._save(trainer, pl_module, "last")
         if self.interrupted:
             raise Interrupted(f"stopped after epoch {trainer.current_epoch}; go on with {self._hint()}")
 

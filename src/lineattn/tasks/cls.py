@@ -104,9 +104,7 @@ class Classifier(LightningModule):
 
     def on_train_start(self) -> None:
         per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
-        epochs = self.trainer.max_epochs or -1
-        if epochs < 0:
-            epochs = max(1, -(-self.trainer.max_steps // per_epoch))
+        epochs = self.trainer.max_epochs or 1
         self.schedule = Schedule(self.optim, self.trainer.optimizers[0], epochs=epochs, steps_per_epoch=per_epoch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:

@@ -43,7 +43,7 @@ def run(args: list[str]) -> int:
     write_report(results, digits, out)
     console.print()
     show_table(results, console)
-    console.print(results.sentence(), soft_wrap=True)
+    console.print(results.sentence())
     console.print(f"\n{results.seconds:.0f} s; curves: {out / 'curves.png'}; numbers: {out / 'results.json'}")
     console.print(f"report: {(out / 'report.html').resolve()}", soft_wrap=True)
     return 0

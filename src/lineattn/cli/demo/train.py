@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import queue
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import suppress
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TaskID
 
 SEEDS = (1, 2, 3)
 METHODS = {"none": "plain", "mrla_light": "MRLA-light", "kcla": "KCLA"}
@@ -62,35 +64,40 @@ def train_all(out: Path, console: Console) -> list[Digit]:
 
     runs = [(attn, seed) for attn in METHODS for seed in SEEDS]
     context = get_context("spawn")
-    workers = min(os.cpu_count() or 1, _MOST_PROCESSES)
     with context.Manager() as manager, bars(console) as board:
         messages = manager.Queue()
-        lines = [
-            board.add_task(f"{METHODS[attn]:<10} seed {seed}", start=False, total=1, note="waiting")
-            for attn, seed in runs
-        ]
-        for line in lines[:workers]:
-            board.update(line, note="loading PyTorch")
-        pool = ProcessPoolExecutor(workers, mp_context=context)
+        everything = board.add_task("all runs", total=len(runs), note="loading PyTorch")
+        lines: dict[int, TaskID] = {}
+        others = set(active_children())
+        pool = ProcessPoolExecutor(min(os.cpu_count() or 1, _MOST_PROCESSES), mp_context=context)
         try:
-            futures: dict[Future[float], str] = {}
+            jobs: dict[Future[float], int] = {}
             for number, (attn, seed) in enumerate(runs):
-                job = pool.submit(_train, options(attn, seed, out), number, messages)
-                futures[job] = f"{METHODS[attn]}, seed {seed}"
-            while futures:
-                try:
+                jobs[pool.submit(_train, options(attn, seed, out), number, messages)] = number
+            while jobs:
+                with suppress(queue.Empty):
                     number, fraction, accuracy = messages.get(timeout=0.2)
-                    board.start_task(lines[number])
+                    if number not in lines:
+                        lines[number] = board.add_task(_title(*runs[number]), total=1, note="")
+                        board.update(everything, note="")
                     show(board, lines[number], fraction, accuracy)
-                except queue.Empty:
-                    pass
-                for job in [job for job in futures if job.done()]:
-                    accuracy, title = job.result(), futures.pop(job)
+                for job in [job for job in jobs if job.done()]:
+                    accuracy, number = job.result(), jobs.pop(job)
+                    board.advance(everything)
                     if not console.is_terminal:  # where bars can't move, a line says that something happens
-                        console.print(f"{title}: validation {accuracy:.1f} %")
+                        console.print(f"{_title(*runs[number])}: validation {accuracy:.1f} %")
             return pool.submit(_look, folder(out, "kcla", SEEDS[0]) / "checkpoints" / "last.ckpt").result()
+        except BaseException:
+            # The pool would let a run that has begun go on to its end.
+            for process in set(active_children()) - others:
+                process.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _title(attn: str, seed: int) -> str:
+    return f"{METHODS[attn]}, seed {seed}"
 
 
 def _train(options: list[str], number: int, messages: queue.Queue[tuple[int, float, float | None]]) -> float:
