@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN := OMP_WAIT_POLICY=PASSIVE $(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format lint types imports clean
+.PHONY: help demo test test-slow check format lint types imports results clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -40,12 +40,20 @@ format: .venv/.installed-dev ## write the format, and mend what the linter can m
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/python tools/readme_tables.py --check
 
 types: .venv/.installed-dev
 	$(BIN)/pyright
 
 imports: .venv/.installed-dev
 	$(BIN)/lint-imports
+
+results: .venv/.installed-dev ## measure again what the README's tables show, and write them (half an hour, idle machine)
+	rm -rf runs/results
+	$(RUN)/lineattn demo --out runs/results
+	cp runs/results/results.json results/demo.json
+	$(RUN)/lineattn bench depth
+	$(BIN)/python tools/readme_tables.py
 
 clean: ## remove what was built and run, .venv too
 	rm -rf .venv build dist runs .pytest_cache .ruff_cache .import_linter_cache

@@ -49,3 +49,9 @@ def test_depths_that_do_not_exist(block: type, depth: int) -> None:
     n, first = (6, 8) if block is BasicBlock else (9, 11)
     with pytest.raises(InputError, match=rf"depth {depth}: it must be {n}n \+ 2, as {first}, "):
         CifarResNet(block, depth)
+
+
+@pytest.mark.parametrize(("block", "width"), [(BasicBlock, 7), (Bottleneck, 1)])
+def test_widths_at_which_a_library_writes_out_of_bounds(block: type, width: int) -> None:
+    with pytest.raises(InputError, match=f"width={width} is too narrow"):
+        CifarResNet(block, 20, width=width)

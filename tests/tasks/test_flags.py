@@ -73,7 +73,9 @@ def test_a_flag_wins_over_a_recipe_and_a_later_recipe_over_an_earlier(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"optim": {"lr": lr, "schedule": "none"}}))
     recipes = ("--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"))
     assert fit(tmp_path / "1", *RECIPE, *recipes)["recipe"]["optim"]["lr"] == 0.25
-    assert fit(tmp_path / "2", *RECIPE, *recipes, "--optim.lr", "0.125")["recipe"]["optim"]["lr"] == 0.125
+    flag = ("--optim.lr", "0.125")
+    for name, args in (("after", (*recipes, *flag)), ("before", (*flag, *recipes))):
+        assert fit(tmp_path / name, *RECIPE, *args)["recipe"]["optim"]["lr"] == 0.125
 
 
 def test_the_settings_of_a_run_are_a_recipe_for_the_next(trained, tmp_path):
@@ -99,3 +101,4 @@ def test_print_config_is_a_recipe(capsys, tmp_path):
         run("fit", "cls", [*RECIPE, "--print_config"])
     (tmp_path / "x.yaml").write_text(capsys.readouterr().out)
     assert fit(tmp_path / "run", "--config", str(tmp_path / "x.yaml"))["recipe"]["model"]["width"] == 8
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -107,6 +107,7 @@ class TaskCLI(LightningCLI):
             parser.add_argument("--top", type=int, default=3, help="classes to print an image")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        args = _configs_first(args)
         if not any(str(arg).startswith("--print_config") for arg in args):
             explicit = _parse(parser, args, defaults=False)
             self.ckpt_path = self._checkpoint(explicit)
@@ -244,6 +245,21 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _configs_first(args: list[str]) -> list[str]:
+    """The options with the recipes in front, in their order: jsonargparse lets the later one win, flag or recipe."""
+    configs: list[str] = []
+    flags: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg in ("-c", "--config"):
+            configs += [arg, *([value] if (value := next(rest, None)) is not None else [])]
+        elif arg.startswith("--config="):
+            configs.append(arg)
+        else:
+            flags.append(arg)
+    return configs + flags
 
 
 def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool) -> Any:

@@ -99,7 +99,7 @@ class CifarResNet(nn.Module):
         - Output: ``(B, num_classes)``.
 
     Raises:
-        InputError: No network of these blocks has that depth.
+        InputError: No network of these blocks has that depth, or the width is under 8 (2 for bottlenecks).
 
     Example:
         >>> net = CifarResNet(Bottleneck, 20, num_classes=100)
@@ -117,6 +117,12 @@ class CifarResNet(nn.Module):
         width: int = 16,
     ) -> None:
         super().__init__()
+        # The gradient of a strided 1x1 convolution of fewer than 8 channels in channels_last writes outside its buffer
+        # in PyTorch's CPU library (seen with 2.14.1 on one thread); the shortcuts of narrow basic blocks are such.
+        if width * block.expansion < 8:
+            raise InputError(
+                f"width={width} is too narrow for a {block.__name__}; it must be at least {8 // block.expansion}"
+            )
         layers = 2 if block is BasicBlock else 3
         blocks, rest = divmod(depth - 2, 3 * layers)
         if rest or blocks < 1:
