@@ -30,7 +30,7 @@ RECIPE = {
     "optim.lr": "0.1",
     "optim.warmup_epochs": "1",
     "optim.per_step": "true",
-    "trainer.max_epochs": "5",
+    "trainer.max_epochs": "4",
 }
 ATTENTION = {"model.init": "paper", "model.attn_args": "{drop_path: 0.0}"}
 _MOST_PROCESSES = 4  # each holds PyTorch, half a gigabyte
