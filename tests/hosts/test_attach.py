@@ -11,6 +11,7 @@ from torchvision.models import resnet
 import lineattn
 from lineattn import attach
 from lineattn.errors import InputError
+from lineattn.models import create_model
 from lineattn.models.cifar_resnet import BasicBlock, CifarResNet
 from tests.hosts.nets import Mean, image, shake, small
 
@@ -193,3 +194,10 @@ def test_scope_reaches_the_sites() -> None:
 
 def test_public_name() -> None:
     assert lineattn.attach is attach
+
+
+def test_seeds_of_accelerators_are_left_alone(monkeypatch) -> None:
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    attach(create_model("resnet20_bottleneck_cifar", width=4), "kcla", head_dim=4)
+    assert not seeded

@@ -217,6 +217,8 @@ def test_fuse_is_the_evaluation(case: Case, training: bool):
     before = copy.deepcopy(chain.train(training).state_dict())
     fused = nn.ModuleList(module.fuse() for module in chain).eval()
     assert worst(run(fused, outs, shortcuts), expected) < 1e-12
+    again = nn.ModuleList(module.fuse() for module in fused)
+    assert worst(run(again, outs, shortcuts), expected) < 1e-12
     assert all(torch.equal(t, chain.state_dict()[name]) for name, t in before.items())
 
 

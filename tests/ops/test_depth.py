@@ -144,7 +144,9 @@ def test_attend_folded(relu: bool, turned: bool):
     sign = torch.tensor([1.0, -1.0, 0.0, 1.0], dtype=torch.float64) if turned else None
     norm = Norm(torch.ones(C), given["bias"], torch.zeros(C), torch.ones(C), False, 0.1, 0.0)
     expected = call(attend_plain, given | ({"gain": sign} if turned else {}), relu, False, norm)
-    found = attend_folded(given["x"], given["read"], given["value"], given["gate"], given["bias"], relu, sign)
+    scale = None if sign is None else sign[None]
+    parts = (given[name] for name in ("x", "read", "value", "gate", "bias"))
+    found = attend_folded(*parts, relu=relu, scale=scale)
     assert close([found], [expected], 1e-13)
 
 

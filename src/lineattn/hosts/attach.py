@@ -166,8 +166,12 @@ def _evaluating(net: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_draws(probe: Tensor) -> Iterator[None]:
     """Random numbers drawn inside start from one seed, and the user's stream goes on as if there had been none."""
+    # Generator by generator: torch.manual_seed would also seed accelerators that aren't forked here.
     with torch.random.fork_rng([probe.device] if probe.is_cuda else []):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        if probe.is_cuda:
+            with torch.cuda.device(probe.device):
+                torch.cuda.manual_seed(0)
         yield
 
 

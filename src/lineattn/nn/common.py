@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.ops.depth import Norm, attend, attend_plain
+from lineattn.ops.depth import Norm, attend, attend_folded, attend_plain
 
 
 def kernel_size(channels: int) -> int:
@@ -106,10 +107,14 @@ def read_out(
 ) -> Tensor:
     """`lineattn.ops.depth.attend` for modules: tracks the batch norm's counter as PyTorch's own module does.
 
-    A norm that somebody put in the batch norm's place (synchronised, frozen) is called as it is.
+    A norm that somebody put in the batch norm's place (synchronised, frozen) is called as it is; where `fold_norm` has
+    been, its slope is in the kernel already.
     """
     kernel = None if value is None else value.weight
     extra = {"relu": relu, "gain": gain, "drop": drop, "shortcut": shortcut, "decay": decay}
+    if isinstance(norm, Offset):
+        scale = None if gain is None else gain[None]
+        return attend_folded(x, read, kernel, gate, norm.bias, relu=relu, scale=scale, shortcut=shortcut, decay=decay)
     if type(norm) is not nn.BatchNorm2d:
         return attend_plain(x, read, kernel, gate, norm, **extra)
     return attend(x, read, kernel, gate, batch_norm_data(norm), **extra)
@@ -126,11 +131,43 @@ def batch_norm_data(norm: nn.BatchNorm2d) -> Norm:
     return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, training, momentum or 0.0, norm.eps)
 
 
-def norm_as_affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Slope and offset ``(C,)`` of a batch norm in evaluation."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    slope = norm.weight.detach() * torch.rsqrt(norm.running_var + norm.eps)
-    return slope, norm.bias.detach() - norm.running_mean * slope
+class Offset(nn.Module):
+    """What is left of a batch norm in evaluation when its slope is in the weights before it: ``(C,)``, added."""
+
+    bias: Tensor
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bias", bias)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y + self.bias[:, None, None]
+
+
+def fold_norm(attention: Any, *, relu: bool) -> Tensor | None:
+    r"""Folds a method's ``norm`` and ``gain`` into its ``value`` for evaluation, in place.
+
+    .. math:: V' = \frac{\gamma}{\sigma} V, \qquad b' = \beta - \frac{\mu \gamma}{\sigma}
+
+    A ReLU doesn't let the sign of a gain through: where one is negative, the signs stay behind as the gain.
+
+    Returns:
+        The factor a channel that went into the value, ``(C,)``; ``None`` where there was no batch norm to fold.
+    """
+    norm, gain = attention.norm, attention.gain
+    if type(norm) is not nn.BatchNorm2d or norm.running_mean is None or norm.running_var is None:
+        return None
+    with torch.no_grad():
+        slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        offset = norm.bias - norm.running_mean * slope
+        attention.gain = None
+        if gain is not None:
+            if relu and bool((gain < 0).any()):
+                attention.gain, gain = nn.Parameter(gain.sign(), requires_grad=False), gain.abs()
+            slope, offset = slope * gain, offset * gain
+        attention.value.weight.mul_(slope[:, None, None, None])
+        attention.norm = Offset(offset)
+    return slope
 
 
 def fold_into_norm(norm: nn.BatchNorm2d, gain: Tensor, *, relu: bool) -> None:

@@ -165,25 +165,48 @@ def attend(
 
 
 def attend_folded(
-    x: Tensor, read: Tensor, kernel: Tensor, gate: Tensor, bias: Tensor, relu: bool, sign: Tensor | None
+    x: Tensor,
+    read: Tensor,
+    value: Tensor | None,
+    slope: Tensor | None,
+    offset: Tensor,
+    *,
+    relu: bool,
+    scale: Tensor | None = None,
+    shortcut: Tensor | None = None,
+    decay: Tensor | None = None,
 ) -> Tensor:
-    r""":math:`x + s \odot \phi(g \odot V' * m + b')`: `attend` in evaluation with the batch norm folded.
+    r""":math:`x + s \odot \phi(a \odot V * m + \lambda' \odot I + b)`: `attend` in evaluation.
+
+    With given statistics the batch norm is a slope and an offset a channel, so the gate, the norm and the sum are one
+    multiply-add: :math:`a = g \gamma / \sigma`, :math:`b = \beta - \mu \gamma / \sigma`,
+    :math:`\lambda' = \lambda \gamma / \sigma`.
 
     Args:
         x: ``(B, C, H, W)``.
         read: :math:`m`, ``(B, C, H, W)``.
-        kernel: :math:`V'`, ``(C, 1, k, k)``.
-        gate: :math:`g`, ``(B, C)``.
-        bias: :math:`b'`, ``(C,)``.
+        value: :math:`V`, ``(C, 1, k, k)``, or ``None`` where ``read`` holds values already.
+        slope: :math:`a`, ``(B, C)`` or ``(1, C)``; ``None`` for one.
+        offset: :math:`b`, ``(C,)``.
         relu: Whether :math:`\phi` is a ReLU.
-        sign: :math:`s`, ``(C,)``, or ``None`` for one.
+        scale: :math:`s`, ``(B, C)`` or ``(1, C)``; ``None`` for one.
+        shortcut: :math:`I`, ``(B, C, H, W)``; with ``decay`` only.
+        decay: :math:`\lambda'`, ``(C,)``.
     """
-    y = _depthwise(read.to(x.dtype), kernel)
-    y = torch.addcmul(bias[:, None, None], y, gate.to(bias.dtype)[:, :, None, None]).to(x.dtype)
+    v = read.to(x.dtype)
+    if value is not None:
+        v = _depthwise(v, value)
+    # In the type of the statistics, as batch norm does it: a half-precision slope is off by one share everywhere.
+    b = offset[:, None, None]
+    y = v + b if slope is None else torch.addcmul(b, v, slope.to(b.dtype)[:, :, None, None])
+    if shortcut is not None:
+        assert decay is not None
+        y = torch.addcmul(y, shortcut, decay.to(y.dtype)[:, None, None])
+    y = y.to(x.dtype)
     if relu:
         y = y.relu_()
-    if sign is not None:
-        return torch.addcmul(x, y, sign.to(y.dtype)[:, None, None])
+    if scale is not None:
+        return torch.addcmul(x, y, _broadcast(scale, y))
     return x + y if torch.is_grad_enabled() else y.add_(x)  # a ReLU keeps its output for the backward
 
 
@@ -236,6 +259,7 @@ class _Attend(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
     ) -> Tensor:
+        y = None
         if norm.training:
             y = _values(read, value, gate, shortcut, decay, x.dtype)
             if y.numel() == y.shape[1]:  # torch.nn.functional.batch_norm's own check; the kernel would write NaN
@@ -245,15 +269,17 @@ class _Attend(torch.autograd.Function):
         else:
             assert norm.running_mean is not None and norm.running_var is not None
             mean, inv_std = norm.running_mean.clone(), torch.rsqrt(norm.running_var + norm.eps)
-            # The gate is folded into the slope where nothing is added between them.
-            inner = gate if shortcut is not None else None
-            y = _values(read, value, inner, shortcut, decay, x.dtype)
-            y = _affine(y, weight, bias, mean, inv_std, gate if shortcut is None else None)
-        if relu:
-            y = y.relu_()
         ctx.save_for_backward(x, read, value, gate, gain, drop, shortcut, decay, weight, bias, mean, inv_std)
         ctx.relu, ctx.norm = relu, norm._replace(running_mean=None, running_var=None)
         scale = _scale(gain, drop)
+        if y is None:
+            slope = weight * inv_std
+            rest = {"shortcut": shortcut, "decay": None if decay is None else decay * slope}
+            offset = bias - mean * slope
+            slope = slope[None] if gate is None else gate * slope
+            return attend_folded(x, read, value, slope, offset, relu=relu, scale=scale, **rest)
+        if relu:
+            y = y.relu_()
         return y.add_(x) if scale is None else torch.addcmul(x, y, _broadcast(scale, y), out=y)
 
     @staticmethod
@@ -347,16 +373,12 @@ def _depthwise(x: Tensor, kernel: Tensor) -> Tensor:
     return F.conv2d(x, kernel.to(x.dtype), padding=kernel.shape[-1] // 2, groups=len(kernel))
 
 
-def _affine(
-    z: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inv_std: Tensor, gate: Tensor | None = None
-) -> Tensor:
-    """Batch normalisation of ``gate * z`` with given statistics, as one multiply-add a value."""
+def _affine(z: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inv_std: Tensor) -> Tensor:
+    """Batch normalisation with given statistics, as one multiply-add a value."""
     slope = weight * inv_std
-    offset = (bias - mean * slope)[:, None, None]
-    slope = slope[None] if gate is None else slope * gate
-    # In the type of the statistics, as batch norm does it: a half-precision slope is off by one share everywhere.
-    return torch.addcmul(offset, z, slope[:, :, None, None]).to(z.dtype)
+    return torch.addcmul((bias - mean * slope)[:, None, None], z, slope[:, None, None]).to(z.dtype)
 
 
 def _sum_over_space(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum((2, 3), dtype=torch.promote_types(a.dtype, torch.float32))
+    # The product too in single precision: where the sums cancel, half precision would leave nothing.
+    return (a.to(torch.promote_types(a.dtype, torch.float32)) * b).sum((2, 3))

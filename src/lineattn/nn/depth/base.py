@@ -7,9 +7,10 @@ argument: nothing is written to ``self``.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -88,9 +89,14 @@ class DepthAttention(nn.Module, ABC):
         """Keys, scores and attention at this site, by name, for the analyses; pure."""
         return {}
 
-    def fuse(self) -> nn.Module:
-        """A module for evaluation with the same outputs, where everything constant is folded; by default itself."""
-        return self
+    def fuse(self) -> Self:
+        """A copy for evaluation with the same outputs, where everything constant is folded."""
+        fused = copy.deepcopy(self).eval().requires_grad_(False)
+        fused._fold()
+        return fused
+
+    def _fold(self) -> None:
+        """Folds what is constant in evaluation, in place; a method with nothing to fold needs none."""
 
     def fold_gain(self) -> None:
         """Turns ``init="identity"`` into ``init="paper"`` in place, at the same outputs.

@@ -18,7 +18,6 @@ with :math:`q, k` channel convolutions of the pooled map and :math:`D_h = P_h \s
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -34,13 +33,13 @@ from lineattn.nn.common import (
     depthwise_value,
     drop_path_factor,
     fold_into_norm,
+    fold_norm,
     heads,
-    norm_as_affine,
     pool,
     read_out,
 )
 from lineattn.nn.depth.base import DepthAttention, Init, Site
-from lineattn.ops.depth import accumulate, attend_folded, per_channel, running_mean
+from lineattn.ops.depth import accumulate, per_channel, running_mean
 from lineattn.registry import register
 
 # Below this length a key has no direction; it also bounds the gradient of the direction.
@@ -128,15 +127,20 @@ class Transition(nn.Module):
             groups = math.gcd(head_count, before)
             self.conv = nn.Conv2d(before, site.channels, 1, stride=site.stride, groups=groups, bias=always)
             nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
-        self.norm = nn.BatchNorm2d(site.channels)
+        self.norm: nn.Module = nn.BatchNorm2d(site.channels)
         self.key = ChannelConv(site.channels) if variant.own_transition_key else None
 
     def forward(self, mean: Tensor) -> Tensor:
-        weight = self.norm.weight if self.conv is None else self.conv.weight
-        r = mean.to(weight.dtype)
+        r = mean.to(next(self.parameters()).dtype)
         if self.conv is not None:
             r = self.conv(r)
         return self.norm(r)
+
+    def fold(self) -> None:
+        """For evaluation: the norm goes into the convolution, where there is one; in place."""
+        if self.conv is not None and isinstance(self.norm, nn.BatchNorm2d):
+            self.conv = fuse_conv_bn_eval(self.conv, self.norm)
+            self.norm = nn.Identity()
 
 
 @register(
@@ -285,45 +289,10 @@ class KCLA(DepthAttention):
         score = length * self.inv_temperature.to(length.dtype)
         return score if self.variant.clamp is None else score.clamp(max=self.variant.clamp)
 
-    def fuse(self) -> FusedKCLA:
-        return FusedKCLA(self)
+    def _fold(self) -> None:
+        fold_norm(self, relu=self.variant.relu)
+        if self.transition is not None:
+            self.transition.fold()
 
     def _fold_gain(self, gain: Tensor) -> None:
         fold_into_norm(self.norm, gain, relu=self.variant.relu)
-
-
-class FusedKCLA(nn.Module):
-    r"""KCLA for evaluation: everything constant is folded into one kernel and one bias.
-
-    .. math:: o_t = \mathrm{ReLU}(g_t \odot V' * m_t + b'), \qquad
-              V' = \frac{\gamma}{\sigma} V, \quad b' = \beta - \frac{\mu \gamma}{\sigma}
-
-    The transition's batch norm is folded into its convolution, and a gain into :math:`V'` and :math:`b'`, but for its
-    sign, which a ReLU doesn't let through.
-    """
-
-    kernel: Tensor
-    bias: Tensor
-    sign: Tensor | None
-
-    def __init__(self, attention: KCLA) -> None:
-        super().__init__()
-        core = copy.deepcopy(attention).eval()
-        gain = torch.ones_like(core.norm.weight) if core.gain is None else core.gain.detach()
-        slope, offset = norm_as_affine(core.norm)
-        turned = core.variant.relu and bool((gain < 0).any())
-        size = gain.abs() if turned else gain
-        self.register_buffer("kernel", core.value.weight.detach() * (slope * size)[:, None, None, None])
-        self.register_buffer("bias", offset * size)
-        self.register_buffer("sign", gain.sign() if turned else None)
-        if core.transition is not None and core.transition.conv is not None:
-            core.transition.conv = fuse_conv_bn_eval(core.transition.conv, core.transition.norm)
-            core.transition.set_submodule("norm", nn.Identity())
-        core.gain = None
-        del core.value, core.norm
-        self.core = core
-
-    def forward(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> tuple[Tensor, KCLAState]:
-        state, gate = self.core.update(out, state)
-        gate = per_channel(gate, out.shape[1])
-        return attend_folded(out, state.mean, self.kernel, gate, self.bias, self.core.variant.relu, self.sign), state

@@ -26,6 +26,7 @@ from lineattn.nn.common import (
     depthwise_value,
     drop_path_factor,
     fold_into_norm,
+    fold_norm,
     heads,
     pool,
     read_out,
@@ -117,6 +118,9 @@ class LayerSoftmax(DepthAttention):
         query = heads(self.query(state.pooled[-1]), self.head_count)
         keys = heads(self.key(torch.stack(state.pooled, dim=1)), self.head_count).transpose(1, 2)
         return {"query": query, "keys": keys, "share": softmax_over_depth(query, keys)}
+
+    def _fold(self) -> None:
+        fold_norm(self, relu=True)
 
     def _fold_gain(self, gain: Tensor) -> None:
         fold_into_norm(self.norm, gain, relu=True)

@@ -35,6 +35,7 @@ from lineattn.nn.common import (
     depthwise_value,
     drop_path_factor,
     fold_into_norm,
+    fold_norm,
     heads,
     pool,
     read_out,
@@ -219,6 +220,13 @@ class MRLALight(DepthAttention):
         gate = torch.sigmoid((query * key).sum(-1) / math.sqrt(self.head_dim))
         found = {"query": query, "key": key, "gate": gate}
         return found if self.decay is None else found | {"decay": self.decay}
+
+    def _fold(self) -> None:
+        if self.source == "attention":
+            return  # the next layer reads the attention as it is before the norm
+        slope = fold_norm(self, relu=False)
+        if slope is not None and self.decay is not None:
+            self.decay.mul_(slope)
 
     def _fold_gain(self, gain: Tensor) -> None:
         fold_into_norm(self.norm, gain, relu=False)
