@@ -48,13 +48,14 @@ types: .venv/.installed-dev
 imports: .venv/.installed-dev
 	$(BIN)/lint-imports
 
+# No tracked file changes before both have noted the commit that they measure.
 results: .venv/.installed-dev ## measure again what the README's tables show, and write them (half an hour, idle machine)
 	rm -rf runs/results
 	$(RUN)/lineattn demo --out runs/results
-	cp runs/results/results.json results/demo.json
 	$(RUN)/lineattn bench depth
+	cp runs/results/results.json results/demo.json
 	$(BIN)/python tools/readme_tables.py
 
-clean: ## remove what was built and run, .venv too
-	rm -rf .venv build dist runs .pytest_cache .ruff_cache .import_linter_cache
-	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf
+clean: ## remove what was built, .venv too; runs/ stays
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache
+	find src tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,27 @@ def test_the_make_targets_of_the_texts_exist():
         r"^make ([a-z-]+)", "\n".join(blocks("README.md", "bash") + blocks("CONTRIBUTING.md", "bash")), re.M
     )
     assert named and set(named) <= targets
+
+
+def test_missing_results_are_one_line(tmp_path):
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "readme_tables.py", tmp_path / "tools")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    command = [sys.executable, str(tmp_path / "tools" / "readme_tables.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "demo.json is missing" in done.stderr
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_clean_removes_what_was_built_and_nothing_else(tmp_path):
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    built = ["src/a package.egg-info/x", "tests/b c/__pycache__/x", "build/x"]
+    kept = ["src/package/x.py", "runs/mine/x", "tests/b c/x.py", "tools/x"]
+    for name in [*built, *kept]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    subprocess.run(["make", "clean"], cwd=tmp_path, capture_output=True, check=True)
+    assert not any((tmp_path / name).exists() for name in built) and all((tmp_path / name).exists() for name in kept)
 
 
 def test_the_method_of_contributing_keeps_the_contract(monkeypatch):

@@ -38,6 +38,8 @@ def bench() -> str:
             f"float32, channels_last, {setting['allocator']} allocator; medians of {setting['rounds']} calls in turns:"
         )
         parts += [title, markdown(table, list(table[0])), _origin(f"`{found['command']}`", found["environment"])]
+    if not parts:
+        raise FileNotFoundError("results/bench_depth_*.json")
     return "\n\n".join(parts)
 
 
@@ -67,8 +69,13 @@ def main(check: bool) -> int:
     """Rewrites README.md, or compares."""
     path = ROOT / "README.md"
     before = text = path.read_text()
-    for name, table in (("demo", demo), ("bench", bench)):
-        block = f"<!-- table: {name} -->\n{table()}\n<!-- end -->"
+    try:
+        tables = {"demo": demo(), "bench": bench()}
+    except FileNotFoundError as error:
+        print(f"README.md: {error.filename or error} is missing; `make results` measures it", file=sys.stderr)
+        return 1
+    for name, table in tables.items():
+        block = f"<!-- table: {name} -->\n{table}\n<!-- end -->"
         text = re.sub(rf"<!-- table: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
     if check and text != before:
         print("README.md: its tables are not those of results/*.json; run tools/readme_tables.py", file=sys.stderr)

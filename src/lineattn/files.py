@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,29 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Writes a JSON file whole or not at all."""
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def load_torch(path: str | Path) -> Any:
+    """What `torch.save` wrote, on the CPU; code in the file is never run.
+
+    Raises:
+        InputError: The file is missing, damaged, or holds more than plain data and tensors.
+    """
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of pickles that are refused anyway
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file; give one that torch.save wrote") from error
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path}: no weights file, or one with Python objects beside the tensors, which could run code and are "
+            "never loaded; use a checkpoint of this library, or save the state_dict() alone, best as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, OSError) as error:
+        raise InputError(f"{path}: no whole weights file ({type(error).__name__}); give another one") from error
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""The axis letters of the project, and array types that spell them.
+"""The axis letters of the project, as docstrings and comments use them.
 
 ======  ==========================================
 letter  axis
@@ -13,18 +13,4 @@ letter  axis
 ``h``   heads
 ``D``   width of a head, ``C = h * D``
 ======  ==========================================
-
-The jaxtyping aliases exist for the type checker and for tests; at run time nothing is imported.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
-
-    Map = Float[Tensor, "B C H W"]
-    Pooled = Float[Tensor, "B C"]
-    Heads = Float[Tensor, "B h"]

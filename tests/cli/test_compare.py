@@ -11,7 +11,11 @@ from lineattn.cli.main import main
 RECIPE = {"trainer": {"max_epochs": 5}, "optim": {"lr": 0.1, "milestones": []}, "model": {"name": "resnet20_cifar"}}
 
 
-def make_run(folder, attn, seed, accuracy, *, lr=0.1, attn_args=None, progress=False, best=None):
+STEP = "saved tensors, parameters, gradients"
+STEP_COLUMN = "step memory MiB (saved+params+grads)"
+
+
+def make_run(folder, attn, seed, accuracy, *, lr=0.1, attn_args=None, progress=False, best=None, memory=STEP):
     """A run folder as a finished fit leaves it."""
     folder.mkdir(parents=True)
     recipe = {**RECIPE, "optim": {"lr": lr, "milestones": []}}
@@ -19,6 +23,7 @@ def make_run(folder, attn, seed, accuracy, *, lr=0.1, attn_args=None, progress=F
     model = {**RECIPE["model"], "attn": attn, **({"attn_args": attn_args} if attn_args else {})}
     (folder / "config.yaml").write_text(yaml.safe_dump({**recipe, "model": model, "seed_everything": seed}))
     summary = {"status": "done", "params": 1000 + len(attn), "macs": 2_500_000, "peak_memory_mib": 10.0 + seed}
+    summary["peak_memory_of"] = memory
     summary |= {"seconds_per_epoch": 2.0 * seed, "seed": seed, "last": {"test/acc1": accuracy}, "recipe": recipe}
     (folder / "summary.json").write_text(json.dumps(summary | {"best": best}))
 
@@ -40,7 +45,7 @@ def test_mean_spread_and_cost_of_each_method(tmp_path, capsys, monkeypatch):
     assert [row["method"] for row in rows] == ["none", "kcla"]
     assert rows[0]["test/acc1"] == "91.00 ± 1.00" and rows[0]["n"] == "3"
     assert rows[1]["test/acc1"] == "92.17 ± 1.26" and rows[1]["params"] == "1004"
-    assert rows[0]["MMACs"] == "2.5" and rows[0]["peak MiB"] == "12.0" and rows[0]["s/epoch"] == "4.0"
+    assert rows[0]["MMACs"] == "2.5" and rows[0][STEP_COLUMN] == "12.0" and rows[0]["s/epoch"] == "4.0"
     shown = capsys.readouterr().out
     assert "92.17 ± 1.26" in shown and "kcla-4" in shown and "compare.csv" in shown
 
@@ -57,10 +62,29 @@ def test_different_recipes_are_refused_by_name(tmp_path, capsys):
     make_run(tmp_path / "b", "kcla", 1, 91.0, lr=0.2)
     assert main(["compare", str(tmp_path)]) == 2
     shown = capsys.readouterr().err
-    assert "optim.lr: 0.1, 0.2" in shown and "--allow-different-recipes" in shown and shown.count("\n") == 1
+    assert "optim.lr: 0.1, 0.2" in shown and "--allow_different_recipes" in shown and shown.count("\n") == 1
     assert not (tmp_path / "compare.csv").exists()
-    assert main(["compare", str(tmp_path), "--allow-different-recipes"]) == 0
+    assert main(["compare", str(tmp_path), "--allow_different_recipes"]) == 0
     assert len(table(tmp_path / "compare.csv")) == 2
+
+
+def test_two_kinds_of_memory_are_not_mixed(tmp_path, capsys):
+    make_run(tmp_path / "a", "none", 1, 90.0)
+    make_run(tmp_path / "b", "kcla", 1, 91.0, memory="allocator")
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "peak_memory_of: allocator, saved tensors" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path), "--allow_different_recipes"]) == 0
+    plain, kcla = table(tmp_path / "compare.csv")
+    assert (plain[STEP_COLUMN], plain["peak MiB (allocator)"]) == ("11.0", "")
+    assert (kcla[STEP_COLUMN], kcla["peak MiB (allocator)"]) == ("", "11.0")
+
+
+def test_brackets_in_a_label_are_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    make_run(tmp_path / "a", "kcla", 1, 90.0, attn_args={"variant": "[bold]"})
+    make_run(tmp_path / "b", "kcla", 1, 91.0)
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "{'variant': '[bold]'}" in capsys.readouterr().out
 
 
 def test_rows_of_one_method_say_what_tells_them_apart(tmp_path):
@@ -79,7 +103,7 @@ def test_markdown_is_the_table_alone(tmp_path, capsys):
     make_run(tmp_path / "a", "none", 1, 90.0)
     assert main(["compare", str(tmp_path), "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| method | test/acc1 | n | params | MMACs | peak MiB | s/epoch |"
+    assert lines[0] == f"| method | test/acc1 | n | params | MMACs | {STEP_COLUMN} | s/epoch |"
     assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     assert lines[2:] == ["| none | 90.00 | 1 | 1,004 | 2.5 | 11.0 | 2.0 |"]
 

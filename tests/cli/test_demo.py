@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -66,6 +68,13 @@ def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
     (tmp_path / "mine.txt").touch()
     assert main(["demo", "--out", str(tmp_path)]) == 2
     assert "not an empty folder" in capsys.readouterr().err
+
+
+def test_the_parent_of_the_runs_stays_light():
+    names = "pictures, report, result, train"
+    code = f"import sys; from lineattn.cli.demo import {names}; import lineattn.cli.progress; print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "rich.progress" in shown and not {"torch", "lightning"} & set(shown)
 
 
 @pytest.mark.slow

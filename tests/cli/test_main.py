@@ -131,6 +131,14 @@ def test_models_lists_networks_and_methods(capsys, monkeypatch):
     assert all(name in shown for name in lineattn.list_methods("depth"))
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_is_not_guessed_from_its_beginning(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, *["x"] * (verb in ("show", "compare")), *["depth"] * (verb == "bench"), "--hel"])
+    assert stop.value.code == 2
+    assert "usage: lineattn" in capsys.readouterr().err
+
+
 def test_show_a_method_and_a_network(capsys):
     assert main(["show", "kcla"]) == 0
     shown = capsys.readouterr().out

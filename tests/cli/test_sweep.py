@@ -89,6 +89,31 @@ def test_a_folder_of_other_settings_is_not_taken_for_this_one(tmp_path, calls, c
     assert len(calls) == 1
 
 
+def test_a_run_that_failed_at_once_takes_mended_settings(tmp_path, calls):
+    out = tmp_path / "out"
+    command = ["sweep", "--grid", "model.attn=none", "--out", str(out), "--data.name"]
+    assert main([*command, "broken"]) == 1
+    assert main([*command, "digits"]) == 0
+    assert "digits" in json.loads((out / "none-1" / "sweep.json").read_text())["options"]
+    (out / "none-1" / "summary.json").unlink()
+    (out / "none-1" / "checkpoints").mkdir()
+    (out / "none-1" / "checkpoints" / "last.ckpt").touch()
+    assert main([*command, "cifar10"]) == 2
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("summary", ['{"status": "stopped"}', "[]", "{"])
+def test_only_what_is_done_is_skipped(summary, checkpoint, tmp_path, calls):
+    folder = tmp_path / "none-1"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "summary.json").write_text(summary)
+    if checkpoint:
+        (folder / "checkpoints" / "last.ckpt").touch()
+    assert main(["sweep", "--grid", "model.attn=none", "--out", str(tmp_path)]) == 0
+    assert ("--ckpt_path" in calls[0][2]) is checkpoint
+
+
 def test_commas_inside_brackets_do_not_split():
     cells = grid(["model.attn_args={p: 0.5, drop_path: 0},{p: 0.7}", "optim.lr=0.1"], [3], Path("out"))
     assert [cell.options[1] for cell in cells] == ["{p: 0.5, drop_path: 0}", "{p: 0.7}"]
@@ -102,6 +127,11 @@ def test_commas_inside_brackets_do_not_split():
         (["--grid", "model.attn=kcla,kcla"], "a value stands there twice"),
         (["--seeds", "1,two"], "whole numbers"),
         (["--config", "gone.yaml"], "gone.yaml"),
+        (["--ckpt_path", "last"], "--ckpt_path is no option of a sweep"),
+        (["--seed_everything=3"], "give the seeds as --seeds"),
+        (["--grid", "seed_everything=1,2"], "give the seeds as --seeds"),
+        (["--grid", "out=a,b"], "--out is no option of a sweep"),
+        (["--out", "elsewhere"], "--out is given 2 times"),
     ],
 )
 def test_bad_options_are_one_line(args, part, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import shutil
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 
 from lineattn.cli.main import main
+from lineattn.cli.task import run
 from lineattn.tasks.cls import Classifier
 from tests.tasks.helpers import contents, fails, fit, make_small
 
@@ -78,6 +80,21 @@ def test_wrong_options(args, says, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("data.batch_size", "0"), ("data.num_workers", "-1"), ("data.image_size", "0"), ("data.channels", "0")),
+        *(("data.crop", "0"), ("data.crop", "1.5"), ("data.erasing", "1.5"), ("data.mixup", "-1"), ("data.std", "[0]")),
+        *(("data.cutmix", "-0.1"), ("data.val_fraction", "1"), ("data.mean", "[]"), ("optim.label_smoothing", "1.1")),
+        *(("optim.lr", "0"), ("optim.lr", ".nan"), ("optim.weight_decay", "-1"), ("optim.ema_decay", "1")),
+    ],
+)
+def test_numbers_out_of_range(option, value, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"--{option} " in fails(capsys, "fit", "cls", "--data.name", "digits", f"--{option}={value}")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("option", "name"), [("--model.name", "resnet20_cifra"), ("--model.attn", "kcal")])
 def test_unknown_networks_and_methods_with_the_nearest_name(option, name, capsys, tmp_path, monkeypatch):
     monkeypatch.undo()  # the real networks
@@ -103,6 +120,14 @@ def test_a_broken_image_in_training(images, tmp_path, capsys, workers):
     assert main([*args, "--data.on_error", "skip"]) == 0
     out = capsys.readouterr().out
     assert out.count(str(broken)) == 1 and "1 images could not be read" in out
+
+
+def test_a_skipped_image_is_not_counted_as_evaluated(images, tmp_path):
+    fit(tmp_path / "run", *fit_args(images, tmp_path)[2:-2])
+    (images / "test" / "dog" / "2.jpg").write_text("hello")
+    ckpt = ("--ckpt_path", str(tmp_path / "run" / "checkpoints" / "last.ckpt"))
+    run("test", "cls", [*ckpt, "--data.on_error", "skip"], quiet=True)
+    assert json.loads((tmp_path / "run" / "test.json").read_text())["images"] == 7
 
 
 def test_an_empty_class_and_a_hidden_folder(images, tmp_path, capsys):

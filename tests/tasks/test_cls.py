@@ -161,6 +161,15 @@ def test_a_run_follows_its_schedule(per_step, expected, tmp_path):
         assert [float(row["lr"]) for row in csv.DictReader(file)] == pytest.approx(expected, abs=1e-3)
 
 
+def test_an_epoch_of_an_odd_number_of_batches_ends_with_a_step_of_its_own(tmp_path):
+    recipe = ("--data.name", "digits", "--data.batch_size", "24", "--optim.lr", "1", "--optim.per_step", "true")
+    fit(tmp_path, *recipe, "--trainer.max_epochs", "1", "--trainer.accumulate_grad_batches", "2")
+    with (tmp_path / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    # Five batches are three steps, the last of them two thirds down the cosine.
+    assert row["step"] == "3" and float(row["lr"]) == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize(("decay_all", "groups"), [(True, {1e-4}), (False, {0.0, 1e-4})])
 def test_norms_and_biases_decay_only_if_asked(decay_all, groups):
     made = optimizer(Optim(decay_all=decay_all), torch.nn.Linear(2, 2))

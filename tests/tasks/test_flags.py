@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import pytest
+import torch
 import yaml
+from lightning.pytorch import Callback
 
+from lineattn.cli.main import main
 from lineattn.cli.task import run
-from tests.tasks.helpers import fails, fit, make_small
+from tests.tasks.helpers import Killed, fails, fit, killed_at, make_small
 
 RECIPE = ("--data.name", "digits", "--data.batch_size", "40", "--trainer.max_epochs", "1", "--model.width", "8")
 
@@ -38,7 +42,12 @@ def test_a_flag_against_the_network_of_the_checkpoint_is_an_error(trained, capsy
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--optim.lr", "0.5"), ("--data.batch_size", "8"), ("--seed_everything", "3"), ("--data.augment", "pad_crop")],
+    [
+        *(("--optim.lr", "0.5"), ("--data.batch_size", "8"), ("--seed_everything", "3")),
+        *(("--data.augment", "pad_crop"), ("--model.weights", "other.pth"), ("--model.channels_last", "False")),
+        *(("--trainer.devices", "2"), ("--trainer.num_nodes", "2"), ("--trainer.limit_train_batches", "2")),
+        *(("--trainer.overfit_batches", "2"), ("--trainer.gradient_clip_algorithm", "value")),
+    ],
 )
 def test_a_flag_that_would_change_a_run_in_its_middle_is_an_error(trained, capsys, flag, value):
     assert f"{flag} {value} contradicts" in fails(capsys, "fit", "cls", "--ckpt_path", str(trained), flag, value)
@@ -83,10 +92,6 @@ def test_the_settings_of_a_run_are_a_recipe_for_the_next(trained, tmp_path):
     assert first["recipe"]["model"]["width"] == 8 and first["epochs"] == 1
 
 
-def test_starting_with_last_in_an_empty_folder_starts_anew(tmp_path):
-    assert fit(tmp_path / "new", *RECIPE, "--ckpt_path", "last")["epochs"] == 1
-
-
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
 def test_help_lists_the_options_with_their_meaning(verb, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -102,3 +107,90 @@ def test_print_config_is_a_recipe(capsys, tmp_path):
     (tmp_path / "x.yaml").write_text(capsys.readouterr().out)
     assert fit(tmp_path / "run", "--config", str(tmp_path / "x.yaml"))["recipe"]["model"]["width"] == 8
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_last_of_an_empty_folder_starts_nothing(tmp_path, capsys):
+    line = fails(capsys, "fit", "cls", *RECIPE, "--ckpt_path", "last", "--out", str(tmp_path / "new"))
+    assert "no checkpoint at" in line and not (tmp_path / "new").exists()
+
+
+def test_last_of_a_run_without_a_checkpoint_starts_that_run_anew(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as inner:
+        killed_at(inner, 0)
+        with pytest.raises(Killed):
+            fit(tmp_path, *RECIPE, "--optim.lr", "0.5")
+    before = (tmp_path / "config.yaml").read_text()
+    found = fit(tmp_path, "--ckpt_path", "last", quiet=False)
+    assert "starting from the beginning" in capsys.readouterr().out
+    assert found["recipe"]["optim"]["lr"] == 0.5 and found["recipe"]["model"]["width"] == 8
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_a_checkpoint_of_another_run_overwrites_none(trained, tmp_path, capsys):
+    fit(tmp_path / "other", *RECIPE)
+    before = (tmp_path / "other" / "config.yaml").read_text()
+    line = fails(capsys, "fit", "cls", "--ckpt_path", str(trained), "--out", str(tmp_path / "other"))
+    assert "holds a run that" in line
+    assert (tmp_path / "other" / "config.yaml").read_text() == before
+    again = fit(tmp_path / "third", "--ckpt_path", str(trained), "--trainer.max_epochs", "2")
+    assert again["epochs"] == 2
+
+
+class Spy(Callback):
+    """What a checkpoint would have the parser call."""
+
+    made: ClassVar[list[object]] = []
+
+    def __init__(self, word: str = "") -> None:
+        self.made.append(word)
+
+
+SPY = {"class_path": "tests.tasks.test_flags.Spy", "init_args": {"word": "run"}}
+
+
+@pytest.mark.parametrize("verb", ["fit", pytest.param("test", marks=pytest.mark.medium)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.callbacks", [SPY]),
+        ("trainer.callbacks", SPY),
+        ("trainer.logger", SPY),
+        ("trainer.plugins", [SPY]),
+        ("trainer.profiler", SPY),
+        ("trainer.strategy", SPY),
+        ("trainer.strategy", "tests.tasks.test_flags.Spy"),
+        ("trainer.max_epochs", SPY),
+        ("trainer.max_epochs", "many"),
+        ("trainer.devices", [SPY]),
+        ("model.attn_args", SPY),
+        ("model.attn_args", {"norm": SPY}),
+        ("model.width", [SPY]),
+        ("data.mean", [SPY]),
+        ("data.root", SPY),
+        ("optim", SPY),
+        ("optim.milestones", [SPY]),
+        ("seed_everything", SPY),
+    ],
+)
+def test_a_checkpoint_names_no_code_that_is_run(trained, tmp_path, capsys, monkeypatch, verb, key, value):
+    found = torch.load(trained, weights_only=True)
+    section, _, name = key.partition(".")
+    if name:
+        found["lineattn"]["config"][section][name] = value
+    else:
+        found["lineattn"]["config"][section] = value
+    torch.save(found, trained)
+    monkeypatch.setattr(Spy, "made", [])
+    code = main([verb, "cls", "--ckpt_path", str(trained), "--trainer.max_epochs", "2"])
+    out, errors = capsys.readouterr()
+    assert Spy.made == [] and code in (0, 2) and errors.count("\n") == (code == 2)
+    if verb == "fit" and name in ("callbacks", "logger", "plugins", "profiler"):
+        assert code == 0 and f"--trainer.{name}" in out
+
+
+def test_a_value_of_another_type_in_a_checkpoint_is_one_line(trained, capsys):
+    found = torch.load(trained, weights_only=True)
+    found["lineattn"]["config"]["optim"]["lr"] = "much"
+    torch.save(found, trained)
+    line = fails(capsys, "fit", "cls", "--ckpt_path", str(trained))
+    assert f"{trained} is damaged" in line and "optim.lr" in line and "much" in line

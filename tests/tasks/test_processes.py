@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from PIL import Image
 
 from tests.tasks.helpers import assert_equal, contents
 
@@ -44,27 +45,34 @@ def await_training(run):
     pytest.fail(run.stderr.read())
 
 
-def finish(run):
-    _, errors = run.communicate(timeout=300)
+def finish(run, timeout=300):
+    try:
+        _, errors = run.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise
     assert run.returncode == 0, errors
 
 
-@pytest.mark.slow
-def test_killed_ten_times_at_random_moments_equals_left_alone(tmp_path):
-    finish(start("--out", str(tmp_path / "alone")))
+@pytest.mark.parametrize(
+    ("kills", "epochs"), [pytest.param(2, 2, marks=pytest.mark.medium), pytest.param(10, 12, marks=pytest.mark.slow)]
+)
+def test_killed_at_random_moments_equals_left_alone(kills, epochs, tmp_path):
+    length = ("--trainer.max_epochs", str(epochs))
+    alone = start("--out", str(tmp_path / "alone"), *length)
+    resume: tuple[str, ...] = ()
     moments, killed = random.Random(0), 0
-    while killed < 10:
-        run = start("--out", str(tmp_path / "killed"), "--ckpt_path", "last")
+    for _ in range(kills):
+        run = start("--out", str(tmp_path / "killed"), *length, *resume)
         await_training(run)
         time.sleep(moments.uniform(0.2, 3.0))
-        if run.poll() is not None:
-            run.communicate()
-            break  # it got to its end between two kills
+        killed += run.poll() is None
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()
-        killed += 1
-    assert killed > 2
-    finish(start("--out", str(tmp_path / "killed"), "--ckpt_path", "last"))
+        resume = ("--ckpt_path", "last")
+    finish(alone)
+    assert killed == kills  # none of them got to its end before
+    finish(start("--out", str(tmp_path / "killed"), *length, *resume))
     assert_equal(contents(tmp_path / "killed"), contents(tmp_path / "alone"))
     left = [json.loads((tmp_path / name / "summary.json").read_text())["last"] for name in ("alone", "killed")]
     assert left[0] == left[1]
@@ -81,6 +89,23 @@ def test_ctrl_c_at_a_terminal_is_one_line_exit_code_130_and_a_checkpoint(tmp_pat
     assert run.returncode == 130
     assert errors.count("\n") == 1 and f"--ckpt_path last --out {tmp_path}" in errors
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.medium
+def test_two_processes_go_on_where_one_can_read_nothing_of_its_batch(tmp_path):
+    for number in range(8):
+        place = tmp_path / "images" / "train" / str(number % 2) / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (30 * number, 0, 0)).save(place)
+    place.write_text("hello")
+    run = start(
+        *("--out", str(tmp_path / "run"), "--data.name", "folder", "--data.root", str(tmp_path / "images")),
+        *("--data.batch_size", "1", "--data.val_fraction", "0", "--data.on_error", "skip", "--data.num_workers", "0"),
+        *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp"),
+        *("--trainer.max_epochs", "1"),
+    )
+    finish(run, timeout=60)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "done"
 
 
 @pytest.mark.medium

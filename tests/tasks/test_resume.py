@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -38,11 +39,13 @@ def alone(tmp_path_factory):
 )
 def test_resumed_run_equals_the_one_left_alone(alone, steps, tmp_path, monkeypatch):
     make_small(monkeypatch)
+    resume = ()
     for step in steps:
         with monkeypatch.context() as inner:
             killed_at(inner, step)
             with pytest.raises(Killed):
-                fit(tmp_path, *RECIPE, *RESUME, "--data.num_workers", "0")
+                fit(tmp_path, *RECIPE, *resume, "--data.num_workers", "0")
+        resume = RESUME
     fit(tmp_path, *RECIPE, *RESUME, "--data.num_workers", "0")
     expected, generator = alone
     assert_equal(contents(tmp_path), expected)
@@ -119,7 +122,7 @@ def test_a_run_killed_after_its_last_epoch_is_only_evaluated(alone, tmp_path, mo
     with monkeypatch.context() as inner:
         killed_at(inner, 0)
         found = fit(tmp_path, *RECIPE, *RESUME)
-    assert found["epochs"] == 3 and "test/acc1" in found["best"]
+    assert found["epochs"] == 3 and found["status"] == "done" and "test/acc1" in found["best"]
     assert_equal(contents(tmp_path), alone[0])
 
 
@@ -129,11 +132,11 @@ def test_uneven_steps_resume_exactly_too(extra, tmp_path, monkeypatch):
     make_small(monkeypatch)
     recipe = (*RECIPE, "--checkpoint_every", "1", *extra)
     fit(tmp_path / "alone", *recipe)
-    for step in (3, 4, 1):
+    for step, resume in ((3, ()), (4, RESUME), (1, RESUME)):
         with monkeypatch.context() as inner:
             killed_at(inner, step)
             with pytest.raises(Killed):
-                fit(tmp_path / "killed", *recipe, *RESUME)
+                fit(tmp_path / "killed", *recipe, *resume)
     fit(tmp_path / "killed", *recipe, *RESUME)
     assert_equal(contents(tmp_path / "killed"), contents(tmp_path / "alone"))
 
@@ -148,11 +151,12 @@ class StopAt(Callback):
         trainer.should_stop = trainer.global_step == self.step
 
 
-@pytest.mark.parametrize("step", [8, pytest.param(12, marks=pytest.mark.medium)])
+@pytest.mark.parametrize("step", [16, *(pytest.param(step, marks=pytest.mark.medium) for step in (8, 12))])
 def test_a_run_that_was_given_too_little_time_goes_on_exactly(alone, step, tmp_path, monkeypatch):
     make_small(monkeypatch)
     run(
         "fit", "cls", ["--out", str(tmp_path), *RECIPE, "--checkpoint_every", "0"], quiet=True, callbacks=[StopAt(step)]
     )
-    fit(tmp_path, *RECIPE, *RESUME)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped"
+    assert fit(tmp_path, *RECIPE, *RESUME)["status"] == "done"
     assert_equal(contents(tmp_path), alone[0])

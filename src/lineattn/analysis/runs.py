@@ -38,7 +38,7 @@ class Run:
         folder: Where it is.
         summary: Its ``summary.json``.
         attention: The settings of the attention, by dotted key.
-        recipe: All other settings that a result may depend on, by dotted key.
+        recipe: All other settings that a result may depend on, by dotted key, and what its memory is measured of.
     """
 
     folder: Path
@@ -96,6 +96,7 @@ def read_run(folder: Path) -> Run:
         summary = json.loads((folder / "summary.json").read_text())
         config = flatten(yaml.safe_load((folder / "config.yaml").read_text()))
         recipe = {key: value for key, value in flatten(summary["recipe"]).items() if key not in _NO_EFFECT}
+        recipe["peak_memory_of"] = summary.get("peak_memory_of")
     except (OSError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise InputError(f"{folder} is no whole run folder ({error}); run it again or leave it out") from error
     attention = {key: config[key] for key in ATTENTION_KEYS if config.get(key) not in (None, {})}

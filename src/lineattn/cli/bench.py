@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ def run(args: list[str]) -> int:
         prog="lineattn bench",
         description="Attention over depth against the plain network, both in channels_last: evaluation, training step, "
         "and bytes saved for the backward. Calls take turns in one process; what is compared are medians.",
+        allow_abbrev=False,
     )
     parser.add_argument("subject", choices=["depth"], help="what to measure")
-    parser.add_argument("--network", action="append", help=f"repeatable; by default {' and '.join(SETTINGS)}")
+    parser.add_argument("--network", default=",".join(SETTINGS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--attn", default="mrla_light,kcla", help="methods, comma-separated (default: %(default)s)")
     parser.add_argument("--batch_size", type=int, help="images a call (default: 8 at 224 pixels, 64 at 32)")
     parser.add_argument("--rounds", type=int, default=7, help="timed calls a row (default: %(default)s)")
@@ -44,10 +46,10 @@ def run(args: list[str]) -> int:
         # The allocator reads its settings when a process starts.
         command = [sys.executable, "-m", "lineattn", "bench", *args]
         os.execve(sys.executable, command, os.environ | TUNED_ALLOCATOR)
-    return _measure(options)
+    return _measure(options, shlex.join(["lineattn", "bench", *args]))
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: argparse.Namespace, command: str) -> int:
     import torch
 
     from lineattn import list_methods
@@ -61,7 +63,8 @@ def _measure(options: argparse.Namespace) -> int:
             raise unknown("depth method", method, list_methods("depth"))
     if options.threads:
         torch.set_num_threads(options.threads)
-    for network in options.network or SETTINGS:
+    measured_with = environment(seed=0)  # before a file is written that would make the commit look changed
+    for network in options.network.split(","):
         batch_size, side = SETTINGS.get(network, (64, 32) if network.endswith("_cifar") else (8, 224))
         batch_size = options.batch_size or batch_size
         with _progress(network, 3 * (1 + len(methods)) * options.rounds) as tick:
@@ -78,8 +81,7 @@ def _measure(options: argparse.Namespace) -> int:
             "dtype": "float32",
         }
         path = options.out / f"bench_depth_{network}.json"
-        command = f"lineattn bench depth --network {network} --attn {options.attn} --rounds {options.rounds}"
-        content = {"command": command, "environment": environment(seed=0), "setting": setting, "rows": rows}
+        content = {"command": command, "environment": measured_with, "setting": setting, "rows": rows}
         write_json(path, content)
         _print(network, setting, rows)
         print(f"written: {path}")
@@ -90,21 +92,22 @@ def _progress(network: str, total: int) -> Any:
     """A bar on the terminal; entering it gives the function that moves it."""
     from contextlib import contextmanager
 
-    from rich.console import Console
-    from rich.progress import Progress
+    from lineattn.cli.progress import bars
+    from lineattn.tasks.console import plain_console
 
     @contextmanager
     def bar() -> Any:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(network, total=total)
+        with bars(plain_console(stderr=True)) as progress:
+            task = progress.add_task(network, note="", total=total)
             yield lambda: progress.advance(task)
 
     return bar()
 
 
 def _print(network: str, setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from lineattn.tasks.console import plain_console
 
     title = (
         f"{network}, batch {setting['batch_size']}, {setting['image_size']} pixels, {setting['allocator']} allocator"
@@ -116,5 +119,5 @@ def _print(network: str, setting: dict[str, Any], rows: list[dict[str, Any]]) ->
         ratio = row.get("cpu_ratio", row.get("saved_ratio"))
         numbers = (f"{row[key]:,.1f}" if key in row else "" for key in ("cpu_ms", "wall_ms", "saved_mb"))
         table.add_row(row["mode"], row["method"], *numbers, f"{ratio:.2f}x")
-    Console().print(table)
+    plain_console().print(table)
     print("Ratios are of processor time, summed over threads, or of bytes; MB is 10^6 bytes.")

@@ -11,6 +11,12 @@ from typing import Any
 from lineattn.errors import InputError
 from lineattn.files import write_text
 
+# Two measurements under one name in summary.json: told apart by what was measured.
+_MEMORY = {
+    "saved tensors, parameters, gradients": "step memory MiB (saved+params+grads)",
+    "allocator": "peak MiB (allocator)",
+}
+
 
 def run(args: list[str]) -> int:
     """Prints a table of finished runs, one row for what differs only in the seed, and writes it as CSV."""
@@ -23,7 +29,7 @@ def run(args: list[str]) -> int:
         shown = "; ".join(f"{key}: {_some({str(run.recipe.get(key)) for run in runs})}" for key in keys[:8])
         raise InputError(
             f"these runs have different recipes ({shown}{'; ...' if len(keys) > 8 else ''}): compare runs of one "
-            "recipe, or add --allow-different-recipes"
+            "recipe, or add --allow_different_recipes"
         )
     rows = [_row(group, options.metric) for group in group_runs(runs)]
     if all(row["n"] == 0 for row in rows):
@@ -52,13 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="lineattn compare",
         description="Finished runs side by side: mean ± standard deviation over seeds (n - 1). (best): the weights "
         "that were best on the validation set.",
+        allow_abbrev=False,
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or folders that hold them")
     parser.add_argument("--metric", default="test/acc1", help="which metric of summary.json (default: test/acc1)")
     parser.add_argument("--csv", type=Path, help="where to write the table (default: compare.csv in the first DIR)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, and nothing else")
     parser.add_argument(
-        "--allow-different-recipes", action="store_true", help="compare runs whose other settings differ too"
+        "--allow_different_recipes", action="store_true", help="compare runs whose other settings differ too"
     )
     return parser
 
@@ -73,7 +80,10 @@ def _row(group: Any, metric: str) -> dict[str, Any]:
         "n": len(group.values(metric)),
         "params": summary.get("params"),
         "MMACs": None if summary.get("macs") is None else round(summary["macs"] / 1e6, 2),
-        "peak MiB": None if memory is None else round(memory, 1),
+        **{
+            label: None if memory is None or summary.get("peak_memory_of") != kind else round(memory, 1)
+            for kind, label in _MEMORY.items()
+        },
         "s/epoch": None if seconds is None else round(seconds, 2),
     }
 
@@ -102,8 +112,9 @@ def markdown(rows: list[dict[str, Any]], columns: list[str]) -> str:
 
 def _print(rows: list[dict[str, Any]], columns: list[str]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from lineattn.tasks.console import plain_console
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
@@ -112,7 +123,7 @@ def _print(rows: list[dict[str, Any]], columns: list[str]) -> None:
         )
     for row in rows:
         table.add_row(*(_text(row[name]) for name in columns))
-    Console().print(table)
+    plain_console().print(table)
 
 
 def _text(value: object) -> str:

@@ -19,15 +19,17 @@ class Cost(NamedTuple):
 def run(args: list[str]) -> int:
     """Prints the networks, all or those that fit a pattern, and the methods that can be attached to them."""
     parser = argparse.ArgumentParser(
-        prog="lineattn models", description="Networks with parameters and MACs, and the methods they take."
+        prog="lineattn models",
+        description="Networks with parameters and MACs, and the methods they take.",
+        allow_abbrev=False,
     )
     parser.add_argument("pattern", nargs="?", help="e.g. 'resnet*_cifar'; quote it, or the shell expands it")
     pattern = parser.parse_args(args).pattern
 
-    from rich.console import Console
     from rich.table import Table
 
     from lineattn import list_methods, list_models, registry
+    from lineattn.tasks.console import plain_console
 
     names = list_models(pattern)
     if not names:
@@ -45,7 +47,7 @@ def run(args: list[str]) -> int:
     for name in list_methods("depth"):
         card = registry.get(name)
         methods.add_row(name, card.title, card.cost, card.state, card.paper)
-    console = Console()
+    console = plain_console()
     console.print(networks)
     console.print("A MAC is a multiply-accumulate of a convolution or matrix product, for one image.\n")
     console.print(methods)

@@ -18,6 +18,7 @@ def run(args: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lineattn show",
         description="A method: equation, paper, cost, arguments. A network: stages, parameters, MACs.",
+        allow_abbrev=False,
     )
     parser.add_argument("name", help="a name from `lineattn models`")
     parser.add_argument("--attn", help="for a network: with this method attached")

@@ -17,7 +17,15 @@ from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 
 if TYPE_CHECKING:
-    from lineattn.cli.progress import Tell
+    from lineattn.cli.follow import Tell
+
+
+# What a sweep gives each run itself.
+_OWN = {
+    "--out": "each run has a folder of its own under the --out of the sweep",
+    "--seed_everything": "give the seeds as --seeds 1,2,3",
+    "--ckpt_path": "each run goes on from its own checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -36,21 +44,22 @@ def run(args: list[str]) -> int:
     if task not in TASKS:
         raise unknown("task", task, TASKS)
     options, shared = _parser().parse_known_args(args)
+    _refuse_own(options.out, [*shared, *(f"--{axis.removeprefix('--')}" for axis in options.grid)])
     configs = [part for path in options.config for part in ("--config", path)]
     shared = (*configs, *shared)
-    cells = grid(options.grid, _seeds(options.seeds), Path(options.out))
+    cells = grid(options.grid, _seeds(options.seeds), Path(options.out[0]))
     stamps = [_stamp(task, (*shared, *cell.options), options.config) for cell in cells]
     todo = [(cell, stamp) for cell, stamp in zip(cells, stamps, strict=True) if not _finished(cell.folder, stamp)]
     from lineattn.cli.progress import bars, show
 
-    print(f"{len(cells)} runs in {options.out}, {len(cells) - len(todo)} of them finished already")
+    print(f"{len(cells)} runs in {options.out[0]}, {len(cells) - len(todo)} of them finished already")
     failed = []
     with bars() as progress:
         everything = progress.add_task("all runs", note="", total=len(cells), completed=len(cells) - len(todo))
         for cell, stamp in todo:
             line = progress.add_task(cell.folder.name, note="", total=1)
             problem = _train(task, cell, shared, stamp, partial(show, progress, line))
-            progress.print(f"{cell.folder}: {problem or 'done'}", markup=False)
+            progress.print(f"{cell.folder}: {problem or 'done'}")
             if problem:
                 failed.append(f"{cell.folder}: {problem}")
             progress.remove_task(line)
@@ -58,7 +67,7 @@ def run(args: list[str]) -> int:
     if failed:
         print(f"\n{len(failed)} of {len(cells)} runs failed; the same command tries them again:")
         print("\n".join(f"  {line}" for line in failed))
-    print(f"\nlineattn compare {options.out}   shows the finished runs side by side")
+    print(f"\nlineattn compare {options.out[0]}   shows the finished runs side by side")
     return 1 if failed else 0
 
 
@@ -81,8 +90,17 @@ def _parser() -> argparse.ArgumentParser:
         help="an option of fit and its values; may be repeated",
     )
     parser.add_argument("--seeds", default="1", metavar="1,2,3", help="seeds (default: 1)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the run folders")
+    parser.add_argument("--out", action="append", required=True, metavar="DIR", help="folder of the run folders")
     return parser
+
+
+def _refuse_own(outs: list[str], options: list[str]) -> None:
+    """Refuses what the sweep gives each run itself."""
+    if len(outs) > 1:
+        raise InputError(f"--out is given {len(outs)} times; name one folder, each run gets one of its own in it")
+    for option in options:
+        if (name := option.partition("=")[0]) in _OWN:
+            raise InputError(f"{name} is no option of a sweep: {_OWN[name]}")
 
 
 def grid(axes: list[str], seeds: list[int], out: Path) -> list[Cell]:
@@ -148,21 +166,33 @@ def _finished(folder: Path, stamp: dict) -> bool:
     Raises:
         InputError: The folder holds a run of other settings, which must neither be skipped nor gone on with.
     """
-    held = folder / "sweep.json"
-    if held.exists() and json.loads(held.read_text()) != stamp:
+    summary, held = folder / "summary.json", folder / "sweep.json"
+    begun = summary.exists() or (folder / "checkpoints" / "last.ckpt").exists()
+    # A run that failed before its first checkpoint has nothing to lose: its settings may be mended.
+    if begun and held.exists() and _read(held) != stamp:
         raise InputError(f"{folder} was run with other settings ({held} lists them); choose another --out or remove it")
-    summary = folder / "summary.json"
-    return summary.exists() and json.loads(summary.read_text()).get("status") == "done"
+    return _read(summary).get("status") == "done"
+
+
+def _read(path: Path) -> dict:
+    """A JSON object; an empty one where there is none, or a damaged one."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _train(task: str, cell: Cell, shared: tuple[str, ...], stamp: dict, tell: Tell) -> str | None:
     """Trains one cell, from its last checkpoint if it has one; returns what went wrong in one line."""
-    from lineattn.cli.progress import Follow
+    from lineattn.cli.follow import Follow
     from lineattn.cli.task import run as run_task
 
     write_json(cell.folder / "sweep.json", stamp)
     last = cell.folder / "checkpoints" / "last.ckpt"
     resume = ("--ckpt_path", str(last)) if last.exists() else ()
+    if not resume:
+        (cell.folder / "summary.json").unlink(missing_ok=True)  # not of a finished run, and nothing to go on from
     options = [*shared, *cell.options, "--out", str(cell.folder), *resume]
     try:
         run_task("fit", task, options, quiet=True, callbacks=[Follow(tell)])

@@ -13,16 +13,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 from lineattn.analysis.cost import count_macs, count_params
+from lineattn.analysis.runs import ATTENTION_KEYS
 from lineattn.cli.task_options import TaskCLI
 from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 from lineattn.measure import environment
 from lineattn.tasks import console, predict
-from lineattn.tasks.checkpoint import Interrupted, load
+from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
 from lineattn.tasks.data.source import Files, Source
 
 TASKS = ["cls"]
-_ATTENTION = ("attn", "attn_args", "init", "scope")
 _NO_SPLIT = {"val": "pass --data.val_fraction as in training", "test": "add a test/ folder, or validate instead"}
 
 
@@ -69,6 +69,8 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
     """Trains, then evaluates the last and the best weights on the test split, if there is one."""
     if cli.ckpt_path is None and _holds_a_run(cli):
         raise InputError(f"{cli.out} holds a run already: go on with --ckpt_path last, or choose another --out")
+    if cli.ckpt_path is not None and _holds_a_run(cli) and not _inside(cli.ckpt_path, cli.out):
+        raise InputError(f"{cli.out} holds a run that {cli.ckpt_path} is not of: choose another --out")
     splits = cli.data.splits
     if cli.trainer.is_global_zero:
         write_text(cli.out / "config.yaml", yaml.safe_dump(cli.settings, sort_keys=False))
@@ -130,9 +132,9 @@ def _report(cli: TaskCLI, split: str, source: Source | None) -> dict[str, Any]:
     found = _evaluate(cli, split)
     if cli.trainer.is_global_zero:
         written = cli.out / f"{split}.json"
-        write_json(written, found | {"checkpoint": str(cli.ckpt_path), "images": len(source)})
+        write_json(written, found | {"checkpoint": str(cli.ckpt_path), "images": cli.module.evaluated})
         console.table(
-            f"{split}: {len(source)} images", ["metric", "value"], [[k, f"{v:.4f}"] for k, v in found.items()]
+            f"{split}: {cli.module.evaluated} images", ["metric", "value"], [[k, f"{v:.4f}"] for k, v in found.items()]
         )
         _skipped(cli)
         console.say(f"written: {written}")
@@ -162,6 +164,10 @@ def _holds_a_run(cli: TaskCLI) -> bool:
     return (cli.out / "summary.json").exists() or (cli.checkpoints.folder / "last.ckpt").exists()
 
 
+def _inside(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def _header(cli: TaskCLI) -> None:
     splits, model = cli.data.splits, cli.config.model
     counts = {"train": splits.train, "val": splits.val, "test": splits.test}
@@ -183,11 +189,11 @@ def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) ->
     net = cli.module.net.eval()
     size = cli.data.image_size
     recipe = {key: value for key, value in cli.settings.items() if key != "seed_everything"}
-    recipe["model"] = {key: value for key, value in recipe["model"].items() if key not in _ATTENTION}
+    recipe["model"] = {key: value for key, value in recipe["model"].items() if f"model.{key}" not in ATTENTION_KEYS}
     peak = cli.recorder.peak_mib
     return {
         "task": "cls",
-        "status": "done",
+        "status": "done" if _ran_to_its_end(cli) else "stopped",
         "model": cli.config.model.name,
         "attn": cli.config.model.attn,
         "params": count_params(net),
@@ -204,6 +210,12 @@ def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) ->
         "skipped_images": len(cli.module.unreadable.messages),
         "recipe": recipe,
     }
+
+
+def _ran_to_its_end(cli: TaskCLI) -> bool:
+    """Not so where `--trainer.max_time` or a callback ended it, maybe within an epoch."""
+    epochs = cli.trainer.max_epochs or 0
+    return cli.trainer.current_epoch >= epochs and epoch_is_done(cli.trainer)
 
 
 def _on_cpu(cli: TaskCLI) -> bool:

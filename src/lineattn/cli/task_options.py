@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from lineattn.analysis.runs import ATTENTION_KEYS
 from lineattn.errors import InputError, unknown
 from lineattn.tasks import console
 from lineattn.tasks.checkpoint import KEY, CheckpointIO, Checkpoints, load
@@ -27,15 +29,29 @@ from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
 
 # What a network is must not change under its weights ...
-_NETWORK = ("model.name", "model.attn", "model.init", "model.scope", "model.attn_args", "model.width", "data.channels")
+_NETWORK = ("model.name", *ATTENTION_KEYS, "model.width", "model.weights", "data.channels")
 # ... and what a run computes must not change in its middle.
 _RUN = (
     "optim",
     "seed_everything",
+    "model.channels_last",
     *(f"data.{key}" for key in ("name", "batch_size", "image_size", "augment", "rand_augment", "erasing", "mixup")),
     *(f"data.{key}" for key in ("cutmix", "mean", "std", "val_fraction", "on_error")),
     *(f"trainer.{key}" for key in ("precision", "accumulate_grad_batches", "gradient_clip_val")),
+    *(f"trainer.{key}" for key in ("gradient_clip_algorithm", "limit_train_batches", "overfit_batches")),
+    *(f"trainer.{key}" for key in ("devices", "num_nodes")),
 )
+# The trainer's settings that a checkpoint hands on. The others can name classes, which the parser would import and
+# call: a checkpoint must not run code.
+_TRAINER = {
+    *("accelerator", "strategy", "devices", "num_nodes", "sync_batchnorm", "precision", "max_epochs", "min_epochs"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches", "check_val_every_n_epoch"),
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps"),
+    *("deterministic", "benchmark", "inference_mode", "detect_anomaly"),
+}
+_NAMED = ("trainer.accelerator", "trainer.strategy")  # by a word; one with a dot would be a class
+# Of the terminal or of one run's time, so that nobody misses them.
+_PASSING = {"enable_progress_bar", "max_time", "default_root_dir"}
 _HELP = {
     "fit": "Trains an image classifier.",
     "validate": "Evaluates a checkpoint on the validation split.",
@@ -56,7 +72,7 @@ class TaskCLI(LightningCLI):
 
     def __init__(self, verb: str, args: list[str], *, progress: bool, callbacks: Sequence[Callback] = ()) -> None:
         self.verb, self.callbacks = verb, callbacks
-        self.stored: dict[str, Any] | None = None
+        self.stored: dict[str, Any] | None = None  # the checkpoint's settings and class names
         self.ckpt_path: Path | None = None
         defaults: dict[str, Any] = {
             "max_epochs": 100,
@@ -112,8 +128,10 @@ class TaskCLI(LightningCLI):
             explicit = _parse(parser, args, defaults=False)
             self.ckpt_path = self._checkpoint(explicit)
             if self.ckpt_path is not None:
-                self.stored = load(self.ckpt_path)
+                self.stored = load(self.ckpt_path)[KEY]
                 self._inherit(parser, explicit)
+            elif explicit.get("ckpt_path") is not None:
+                args = ["--config", str(_config_of(explicit.out)), *args]
         self.config = _parse(parser, args, defaults=True)
 
     def _checkpoint(self, explicit: Any) -> Path | None:
@@ -128,16 +146,19 @@ class TaskCLI(LightningCLI):
             raise InputError(f"--ckpt_path {given} needs --out: name the run folder that holds it")
         path = Path(out) / "checkpoints" / f"{given}.ckpt"
         if self.verb == "fit" and not path.is_file():
-            console.note(f"{path} does not exist yet: starting from the beginning")
+            if not _config_of(out).is_file() or (Path(out) / "summary.json").exists():
+                raise InputError(f"no checkpoint at {path}: leave out --ckpt_path to start a run, or name its --out")
+            console.note(f"{path} does not exist yet: starting from the beginning, with {_config_of(out)}")
             return None
         return path
 
     def _inherit(self, parser: LightningArgumentParser, explicit: Any) -> None:
         """Makes the checkpoint's settings the defaults; an explicit flag that cannot win over them is an error."""
         assert self.stored is not None
-        stored = dict(_flat(self.stored[KEY]["config"]))
+        stored = dict(_flat(self.stored["config"]))
+        given = dict(_flat(explicit.as_dict()))
         frozen = _NETWORK + (_RUN if self.verb == "fit" else ())
-        for key, value in _flat(explicit.as_dict()):
+        for key, value in given.items():
             # What was not set is not in the file.
             if value != stored.get(key) and any(key == k or key.startswith(f"{k}.") for k in frozen):
                 raise InputError(
@@ -145,16 +166,41 @@ class TaskCLI(LightningCLI):
                     "start a new run without --ckpt_path"
                 )
         known = dict(_flat(parser.get_defaults().as_dict()))
-        sections = ("model", "data", "optim", "seed_everything", "trainer.precision")
+        whole = {"model", "data", "optim", "seed_everything"}
+        whole |= {"checkpoint_every", "test_after_fit"} if self.verb == "fit" else set()
+        trainer = _TRAINER if self.verb == "fit" else {"precision"}
+        defaults = Namespace()
+        for key, value in stored.items():
+            section, _, name = key.partition(".")
+            if key in known and (section in whole or (section == "trainer" and name in trainer)):
+                if not _plain(key, value):
+                    raise InputError(f"{self.ckpt_path} is damaged: its {key} is no plain value")
+                defaults[key] = value
         if self.verb == "fit":
-            sections = (*sections, "trainer", "checkpoint_every", "test_after_fit")
-        parser.set_defaults(
-            {
-                key: value
-                for key, value in stored.items()
-                if key in known and any(key == section or key.startswith(f"{section}.") for section in sections)
-            }
-        )
+            self._tell_left_out(given, known)
+        parser.set_defaults(dict(_flat(self._typed(parser, defaults).as_dict())))
+
+    def _typed(self, parser: LightningArgumentParser, values: Namespace) -> Namespace:
+        """Checks the values' types, which jsonargparse doesn't do for defaults."""
+        try:
+            return parser.parse_object(values, defaults=False)
+        except ArgumentError as error:
+            raise InputError(f"{self.ckpt_path} is damaged: {_readable(str(error), parser)}") from error
+
+    def _tell_left_out(self, given: dict[str, Any], known: dict[str, Any]) -> None:
+        """Names the trainer's settings that the checkpoint had and that don't come from it."""
+        assert self.stored is not None
+        left = [
+            f"--trainer.{key}"
+            for key, value in (self.stored["config"].get("trainer") or {}).items()
+            if key not in _TRAINER | _PASSING
+            and value != known.get(f"trainer.{key}")
+            and not any(
+                name.partition(".")[2].partition(".")[0] == key for name in given if name.startswith("trainer.")
+            )
+        ]
+        if left:
+            console.note(f"not taken from {self.ckpt_path}, give them again where they matter: {', '.join(left)}")
 
     # Objects
 
@@ -202,7 +248,7 @@ class TaskCLI(LightningCLI):
     def _classes(self) -> list[str]:
         if self.stored is None:
             return self.data.classes
-        known = self.stored[KEY]["classes"]
+        known = self.stored["classes"]
         if self.verb != "predict":
             found = self.data.classes
             if len(found) != len(known):
@@ -239,6 +285,20 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
+
+
+def _plain(key: str, value: Any) -> bool:
+    """Whether a value from a checkpoint is one that the parser takes as it stands."""
+    if key == "model.attn_args" and isinstance(value, dict):
+        return "class_path" not in value and all(_plain("", inner) for inner in value.values())
+    if key in _NAMED:
+        return isinstance(value, str) and re.fullmatch(r"[a-z0-9_]+", value) is not None
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, (bool, int, float, str)) for part in parts)
+
+
+def _config_of(out: str) -> Path:
+    return Path(out) / "config.yaml"
 
 
 def _listed(value: Any) -> list[Any]:

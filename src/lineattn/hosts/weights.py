@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
+from lineattn.files import load_torch
 from lineattn.hosts.depth_host import DepthHost, site_key
 from lineattn.hosts.plans import find
 
@@ -125,16 +124,7 @@ def read_state_dict(source: Source) -> tuple[str, dict[str, Tensor]]:
             return str(path), load_file(path)
         except SafetensorError as error:
             raise InputError(f"{path}: not a whole safetensors file ({error})") from error
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{path}: no weights file, or one with Python objects beside the tensors, which could run code and are "
-            "never loaded; save the state_dict() alone, best as safetensors"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise InputError(f"{path}: no whole weights file ({type(error).__name__})") from error
-    return str(path), _unwrap(content, str(path))
+    return str(path), _unwrap(load_torch(path), str(path))
 
 
 def _unwrap(content: Any, name: str) -> dict[str, Tensor]:

@@ -157,6 +157,7 @@ def attend(
 
     The arguments are those of `attend_plain` with a `Norm`, and so are the outputs and gradients up to rounding. A
     compiler sees the plain form, which it fuses by itself; so does a second derivative.
+    The transforms of `torch.func` don't know this form; give them `attend_plain`.
     """
     if torch.compiler.is_compiling():
         return attend_plain(x, read, value, gate, norm, relu=relu, gain=gain, drop=drop, shortcut=shortcut, decay=decay)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import threading
-import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lineattn.errors import InputError
-from lineattn.files import write_whole
+from lineattn.files import load_torch, write_whole
 from lineattn.tasks import console
 from lineattn.tasks.cls import Classifier
 
@@ -33,24 +31,20 @@ def load(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: It is missing, damaged, holds code, or is no checkpoint of a run.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of pickles that are refused anyway
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise InputError(f"no checkpoint at {path}: a run's are in its checkpoints/ folder") from error
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{path} holds more than plain weights, maybe code, and was not opened: use a checkpoint of this library, "
-            "or give weights as safetensors"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, LookupError, OSError) as error:
-        raise InputError(
-            f"{path} is damaged or no checkpoint: use another one, or start again without --ckpt_path"
-        ) from error
-    if not isinstance(found, dict) or KEY not in found or "state_dict" not in found:
+    if not Path(path).exists():
+        raise InputError(f"no checkpoint at {path}: a run's are in its checkpoints/ folder")
+    found = load_torch(path)
+    if not isinstance(found, dict) or "state_dict" not in found or not _is_ours(found.get(KEY)):
         raise InputError(f"{path} is no checkpoint of a run; weights alone are given with --model.weights")
     return found
+
+
+def _is_ours(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("config"), dict)
+        and isinstance(content.get("classes"), list)
+    )
 
 
 class CheckpointIO(TorchCheckpointIO):
@@ -121,11 +115,9 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stop = self.interrupted
-        if trainer.world_size > 1:
-            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        stop = _any_process(trainer, self.interrupted)
         # After the last batch come validation and the end of the epoch, where it is written anyway.
-        if _epoch_is_done(trainer):
+        if epoch_is_done(trainer):
             self.interrupted = stop
             return
         due = self.every > 0 and trainer.global_step % self.every == 0
@@ -135,7 +127,7 @@ class Checkpoints(Checkpoint):
                 raise Interrupted(f"stopped at step {trainer.global_step}; go on with {self._hint()}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not _epoch_is_done(trainer):
+        if not epoch_is_done(trainer):
             return  # the run ends inside an epoch: written after its last step, from where it can go on exactly
         assert isinstance(pl_module, Classifier)
         accuracy = pl_module.results.get("val/acc1")
@@ -143,7 +135,7 @@ class Checkpoints(Checkpoint):
             self.best = {"val/acc1": accuracy, "epoch": trainer.current_epoch}
             self._save(trainer, pl_module, "best")
         self._save(trainer, pl_module, "last")
-        if self.interrupted:
+        if _any_process(trainer, self.interrupted):
             raise Interrupted(f"stopped after epoch {trainer.current_epoch}; go on with {self._hint()}")
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
@@ -152,5 +144,10 @@ class Checkpoints(Checkpoint):
         trainer.save_checkpoint(self.folder / f"{name}.ckpt")
 
 
-def _epoch_is_done(trainer: Trainer) -> bool:
+def epoch_is_done(trainer: Trainer) -> bool:
+    """Whether the last training epoch got to its end."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def _any_process(trainer: Trainer, flag: bool) -> bool:
+    return trainer.strategy.reduce_boolean_decision(flag, all=False) if trainer.world_size > 1 else flag

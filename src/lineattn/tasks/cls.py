@@ -90,6 +90,7 @@ class Classifier(LightningModule):
         self.train_meter, self.eval_meter = Meter(), Meter()
         self.unreadable = Unreadable()
         self.results: dict[str, float] = {}
+        self.evaluated = 0  # images that the results are of
         self.step_bytes: int | None = None
         # The first step with a loss that is no number; on the device, so that asking is not needed at each step.
         self.first_bad = torch.tensor(math.inf)
@@ -103,7 +104,7 @@ class Classifier(LightningModule):
         return optimizer(self.optim, self.net)
 
     def on_train_start(self) -> None:
-        per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
+        per_epoch = max(1, -(-int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches))
         epochs = self.trainer.max_epochs or 1
         self.schedule = Schedule(self.optim, self.trainer.optimizers[0], epochs=epochs, steps_per_epoch=per_epoch)
 
@@ -120,8 +121,19 @@ class Classifier(LightningModule):
         torch.manual_seed(mix(self.seed, -1, self.trainer.fit_loop.total_batch_idx, self.global_rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        if not len(batch.images):
+        loss = self._learn(batch) if len(batch.images) else self._nothing()
+        # Whether a batch is empty differs between processes, and all of them must look.
+        if self.device.type == "cpu" or batch_idx % _LOOK_EVERY == 0:
+            self.refuse_bad()
+        return loss
+
+    def _nothing(self) -> Tensor | None:
+        """The loss of no images. Other processes wait for the gradient of this one."""
+        if self.trainer.world_size == 1:
             return None
+        return torch.stack([(0 * parameter).sum() for parameter in self.net.parameters()]).sum()
+
+    def _learn(self, batch: Batch) -> Tensor:
         images, target = batch.images, batch.labels
         if self.mixing is not None:
             images, target = self.mixing(images, target)
@@ -135,8 +147,6 @@ class Classifier(LightningModule):
         self.train_meter.update(loss, logits, target)
         bad = torch.where(loss.detach().isfinite(), math.inf, float(self.global_step))
         self.first_bad = torch.minimum(self.first_bad.to(bad), bad)
-        if self.device.type == "cpu" or batch_idx % _LOOK_EVERY == 0:
-            self.refuse_bad()
         return loss
 
     def _loss(self, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +164,12 @@ class Classifier(LightningModule):
         Raises:
             InputError: With the step, and what usually helps.
         """
-        step = float(self.first_bad)
+        first = self.first_bad.to(self.device)
         if weights and not all(bool(p.isfinite().all()) for p in self.net.parameters()):
-            step = min(step, self.global_step)
+            first = first.clamp(max=self.global_step)
+        if self.trainer.world_size > 1:
+            first = self.trainer.strategy.reduce(first.clone(), reduce_op="min")
+        step = float(first)
         if step == math.inf:
             return
         raise InputError(
@@ -184,6 +197,7 @@ class Classifier(LightningModule):
 
     def _report(self, split: str) -> None:
         self.results = self.eval_meter.compute(split, self.device)
+        self.evaluated = self.eval_meter.count(self.device)
         self.log_dict(self.results)  # for loggers and early stopping, in single precision
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:

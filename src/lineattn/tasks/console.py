@@ -6,21 +6,28 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-_console = Console(highlight=False, soft_wrap=True)
+
+def plain_console(**options: Any) -> Console:
+    """A console of rich that prints text as it is: in paths and names of classes, brackets and colons mean nothing."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+_console = plain_console(soft_wrap=True)
 
 
 def note(text: str) -> None:
     """One line that the user should know."""
-    _console.print(f"note: {text}", markup=False)
+    _console.print(f"note: {text}")
 
 
 def say(text: str) -> None:
     """One line of progress."""
-    _console.print(text, markup=False)
+    _console.print(text)
 
 
 def facts(rows: dict[str, str]) -> None:

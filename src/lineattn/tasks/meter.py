@@ -56,5 +56,9 @@ class Meter:
             f"{prefix}/acc5": 100 * top5 / count,
         }
 
+    def count(self, device: torch.device) -> int:
+        """The samples over all processes; every process must ask."""
+        return int(self.total(device)[3])
+
     def restore(self, sums: Sequence[float]) -> None:
         self.sums = torch.tensor(sums, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lineattn.errors import unknown
+from lineattn.tasks.ranges import require
 
 Sched = Literal["multistep", "cosine", "step", "poly", "none"]
 
@@ -37,7 +39,7 @@ class Optim:
         ema_decay: Decay of the moving average of the weights, which is then what is evaluated; 0 is off.
 
     Raises:
-        InputError: timm has no optimiser of that name.
+        InputError: timm has no optimiser of that name, or a number is out of its range.
     """
 
     name: str = "momentum"
@@ -60,6 +62,10 @@ class Optim:
         known = [str(name) for name in list_optimizers()]
         if self.name not in known:
             raise unknown("optimiser", self.name, known)
+        require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
+        require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
+        require(0 <= self.label_smoothing <= 1, "optim.label_smoothing", self.label_smoothing, "from 0 to 1")
+        require(0 <= self.ema_decay < 1, "optim.ema_decay", self.ema_decay, "0 or more and below 1")
 
 
 def optimizer(config: Optim, net: nn.Module) -> Optimizer:

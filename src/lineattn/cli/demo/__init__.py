@@ -18,18 +18,18 @@ def run(args: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lineattn demo",
         description="Plain, MRLA-light and KCLA ResNets on handwritten digits: nine runs, a table, a report.",
+        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, help="new folder to write to (default: runs/demo, or runs/demo-2 ...)")
     out = _new_folder(parser.parse_args(args).out)
-
-    from rich.console import Console
 
     from lineattn.cli.demo.pictures import draw
     from lineattn.cli.demo.report import write_report
     from lineattn.cli.demo.result import read_results, show_table
     from lineattn.cli.demo.train import train_all
+    from lineattn.tasks.console import plain_console
 
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(
         f"Nine networks on 16x16 images of handwritten digits: plain, MRLA-light and KCLA, three seeds each.\n"
         f"Writing to {out}\n"

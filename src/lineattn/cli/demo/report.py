@@ -57,9 +57,11 @@ _PAGE = """<!doctype html>
 <p class="soft">A plain ResNet beside two that look back at their earlier layers, on handwritten digits.
 {runs} runs in {seconds:.0f} seconds.</p>
 <p class="lead">{sentence}</p>
-<p>In a plain ResNet a block sees the block before it. With attention over depth it also reads a mixture of all blocks
-before it, weighted by what they hold. MRLA-light and KCLA do so at a cost that grows linearly with the number of
-blocks. This demo shows that the parts work and what they cost; it is far too small to rank methods.</p>
+<p>A plain ResNet hands on the sum of what its blocks put out. Attention over depth adds a second look back behind each
+block: KCLA reads a running mean of the blocks' outputs so far, weighted by the length of their keys; MRLA-light, as its
+published code has it, reads the residual stream with a learned weight for each channel. The cost of both grows linearly
+with the number of blocks. This demo shows that the parts work and what they cost; it is far too small to rank
+methods.</p>
 <h2>Result</h2>
 <div class="scroll">{table}</div>
 <p class="soft">Test accuracy after the last epoch, mean ± standard deviation over {seeds} seeds; no run and no epoch

@@ -103,7 +103,7 @@ def _title(attn: str, seed: int) -> str:
 def _train(options: list[str], number: int, messages: queue.Queue[tuple[int, float, float | None]]) -> float:
     import torch
 
-    from lineattn.cli.progress import Follow
+    from lineattn.cli.follow import Follow
     from lineattn.cli.task import run
 
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from lineattn.tasks.data.dataset import Batch, Images, OnError
 from lineattn.tasks.data.sampler import EvalBatches, TrainBatches
 from lineattn.tasks.data.source import Defaults, Pixels, Source, Splits, stratified
 from lineattn.tasks.data.transforms import Augment, geometry
+from lineattn.tasks.ranges import require
 
 NAMES: dict[str, Defaults] = {
     "folder": folder.DEFAULTS,
@@ -80,25 +82,36 @@ class ImageData(LightningDataModule):
         self.root, self.download = root, download
         self.batch_size, self.num_workers = batch_size, num_workers
         self.on_error: OnError = on_error
-        self.image_size = image_size or usual.image_size
-        self.channels = channels or usual.channels
-        if self.channels not in (1, 3):
-            raise InputError(f"--data.channels {channels}: images have 1 or 3")
+        self.image_size = usual.image_size if image_size is None else image_size
+        self.channels = usual.channels if channels is None else channels
         large = self.image_size >= 96
         small_folder = self.name == "folder" and not large
         self.augment: Augment = augment or ("pad_crop" if small_folder else usual.augment)
         self.rand_augment, self.erasing, self.mixup, self.cutmix = rand_augment, erasing, mixup, cutmix
-        self.mean = self._per_channel("mean", mean or usual.mean)
-        self.std = self._per_channel("std", std or usual.std)
-        self.crop = crop or (0.875 if large else 1.0)
+        self.mean = self._per_channel("mean", usual.mean if mean is None else mean)
+        self.std = self._per_channel("std", usual.std if std is None else std)
+        self.crop = (0.875 if large else 1.0) if crop is None else crop
         self.val_fraction = val_fraction
+        self._check_ranges()
         self.seed = seed
         self._splits: Splits | None = None
+
+    def _check_ranges(self) -> None:
+        require(self.channels in (1, 3), "data.channels", self.channels, "1 or 3")
+        require(self.batch_size >= 1, "data.batch_size", self.batch_size, "1 or more")
+        require((self.num_workers or 0) >= 0, "data.num_workers", self.num_workers, "0 or more")
+        require(self.image_size >= 1, "data.image_size", self.image_size, "1 or more")
+        require(0 < self.crop <= 1, "data.crop", self.crop, "above 0 and at most 1")
+        require(0 <= self.erasing <= 1, "data.erasing", self.erasing, "from 0 to 1")
+        require(0 <= self.mixup < math.inf, "data.mixup", self.mixup, "0 or more")
+        require(0 <= self.cutmix < math.inf, "data.cutmix", self.cutmix, "0 or more")
+        require(all(value > 0 for value in self.std), "data.std", self.std, "above 0")
+        require(0 <= (self.val_fraction or 0) < 1, "data.val_fraction", self.val_fraction, "0 or more and below 1")
 
     def _per_channel(self, what: str, values: Sequence[float]) -> list[float]:
         if len(values) == self.channels:
             return list(values)
-        if len(values) == 1 or self.channels == 1:
+        if len(values) == 1 or (values and self.channels == 1):
             return [sum(values) / len(values)] * self.channels
         raise InputError(f"--data.{what} has {len(values)} values for {self.channels} channels")
 

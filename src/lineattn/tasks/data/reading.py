@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from lineattn.errors import InputError
@@ -36,6 +36,8 @@ def read_image(path: Path, channels: int) -> Tensor:
     """
     try:
         with Image.open(path) as image:
+            image.load()  # a TIFF is turned here
+            ImageOps.exif_transpose(image, in_place=True)  # cameras store how they were held
             array = np.asarray(_convert(image, "L" if channels == 1 else "RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
@@ -47,10 +49,8 @@ def read_image(path: Path, channels: int) -> Tensor:
 
 def _convert(image: Image.Image, mode: str) -> Image.Image:
     if image.mode in _SIXTEEN_BIT:
-        wide = np.asarray(image)
         # Pillow clips at 255 where it should scale.
-        narrow = wide if wide.max(initial=0) <= 255 else wide / 257
-        image = Image.fromarray(np.clip(narrow, 0, 255).astype(np.uint8))
+        image = Image.fromarray(np.clip(np.asarray(image) / 257, 0, 255).astype(np.uint8))
     elif image.mode == "P":
         image = image.convert("RGBA")  # a palette may hold transparency, which Pillow warns about otherwise
     return image.convert(mode)
