@@ -147,6 +147,7 @@ def test_copies_are_independent(cell: DepthHost, x: Tensor) -> None:
         assert torch.equal(twin(x), before)
 
 
+@pytest.mark.medium
 def test_nothing_holds_a_host_back(cell: DepthHost, x: Tensor) -> None:
     host = copy.deepcopy(cell)
     host(x).sum().backward()

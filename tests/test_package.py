@@ -21,6 +21,7 @@ def test_public_names() -> None:
         _ = lineattn.attack
 
 
+@pytest.mark.medium
 def test_models_need_no_torchvision() -> None:
     code = (
         "import sys, lineattn; lineattn.create_model('resnet20_cifar', attn='kcla'); "

@@ -37,6 +37,7 @@ def test_macs_of_a_plain_network_are_those_of_the_formula(name, side):
     assert count_macs(net, example) == _by_formula(net, example)
 
 
+@pytest.mark.medium
 def test_resnet50_has_the_papers_figure():
     with torch.device("meta"):
         net, example = create_model("resnet50"), torch.empty(1, 3, 224, 224)
@@ -61,6 +62,7 @@ def test_fused_attention_counts():
     assert count_macs(Attention(), torch.zeros(2, 3, 10, 4)) == 2 * 3 * (10 * 10 * 4 + 10 * 10 * 4)
 
 
+@pytest.mark.medium
 def test_nothing_is_touched():
     net = create_model("resnet20_cifar", attn="kcla").train()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +11,7 @@ from lineattn.bench.timing import take_turns
 from lineattn.measure import SavedBytes, environment
 
 
+@pytest.mark.medium
 def test_rows_cover_every_mode_and_method_against_plain():
     ticks = []
     rows = depth.measure(

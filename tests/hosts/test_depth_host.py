@@ -30,6 +30,7 @@ def test_names_of_parameters() -> None:
     }
 
 
+@pytest.mark.medium
 def test_split_and_whole_blocks_compute_the_same_in_training() -> None:
     """At zero gain the host is the plain network, running statistics included, whichever way its blocks run."""
     nets = [small("torchvision_bottleneck").train() for _ in range(3)]

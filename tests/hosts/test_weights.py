@@ -215,6 +215,7 @@ def test_published_names(form: str) -> None:
         assert torch.equal(host(image()), trained(image()))
 
 
+@pytest.mark.medium
 def test_published_resnet101_sums_up_at_block_11() -> None:
     """There a stage of more than eleven blocks has a transition in its midst, with a convolution that isn't called."""
     args = {"attn": "kcla", "init": "paper", "variant": "ref-cls", "num_classes": 5, "width": 4}

@@ -34,6 +34,7 @@ def trainable(net: nn.Module) -> int:
         ("resnet101", {"attn": "mrla_light"}, 44_939_646),
     ],
 )
+@pytest.mark.medium
 def test_trainable_parameters_of_the_papers_networks(name: str, args: dict, count: int) -> None:
     with torch.device("meta"):
         net = create_model(name, init="paper", **args)

@@ -73,6 +73,7 @@ def test_parallel_keys_make_it_softmax_attention(head_dim: int):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.medium)], ids=["", "backward"])
+@pytest.mark.medium
 def test_thousand_layers_in_half_precision(dtype: torch.dtype, backward: bool):
     """With scores whose exponentials overflow every type; the published sums are infinite at the third layer."""
     module = KCLA(Site(8, entry="continue"), head_dim=4, init="paper").eval().to(dtype)

@@ -80,6 +80,7 @@ def test_our_copy_has_as_many_parameters_as_the_published_code(build, count: int
         assert sum(p.numel() for p in build().parameters()) == count
 
 
+@pytest.mark.medium
 def test_another_form_is_seen():
     """The paper's score on the code's weights is another function, and another scope has other modules."""
     theirs = fill(Cifar(20, 7)).eval()

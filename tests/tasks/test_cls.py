@@ -219,6 +219,7 @@ def test_half_precision_trains(precision, tmp_path):
     assert found["last"]["test/acc1"] > 30
 
 
+@pytest.mark.medium
 def test_everything_at_once_trains(tmp_path):
     extras = ("--data.mixup", "0.2", "--data.cutmix", "1.0", "--data.rand_augment", "true", "--data.erasing", "0.2")
     extras = (*extras, "--data.augment", "pad_crop")
@@ -236,6 +237,7 @@ def test_everything_at_once_trains(tmp_path):
     assert found["last"]["test/acc1"] > 15
 
 
+@pytest.mark.medium
 def test_weights_of_a_plain_network_start_one_with_attention(tmp_path, capsys, monkeypatch):
     from lineattn.models import create_model
 

@@ -77,6 +77,7 @@ def test_a_flag_wins_in_evaluation_where_it_can(trained, tmp_path):
     assert json.loads((tmp_path / "out" / "test.json").read_text())["images"] == 41
 
 
+@pytest.mark.medium
 def test_a_flag_wins_over_a_recipe_and_a_later_recipe_over_an_earlier(tmp_path):
     for name, lr in (("a", 0.5), ("b", 0.25)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"optim": {"lr": lr, "schedule": "none"}}))
@@ -126,6 +127,7 @@ def test_last_of_a_run_without_a_checkpoint_starts_that_run_anew(tmp_path, capsy
     assert (tmp_path / "config.yaml").read_text() == before
 
 
+@pytest.mark.medium
 def test_a_checkpoint_of_another_run_overwrites_none(trained, tmp_path, capsys):
     fit(tmp_path / "other", *RECIPE)
     before = (tmp_path / "other" / "config.yaml").read_text()

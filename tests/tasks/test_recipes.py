@@ -52,6 +52,7 @@ def sizes(path):
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=sizes(path)) for path in PAPER])
+@pytest.mark.medium
 def test_a_recipe_builds_and_takes_a_step(path, tmp_path, monkeypatch):
     def load(root, *, classes, image_size, channels, download):
         pixels = Pixels(torch.zeros(2, channels, image_size, image_size, dtype=torch.uint8), [0, 1])

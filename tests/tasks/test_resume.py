@@ -92,6 +92,7 @@ def test_ctrl_c_finishes_the_step_and_the_run_goes_on_from_there(alone, step, tm
     assert_equal(contents(tmp_path), alone[0])
 
 
+@pytest.mark.medium
 def test_a_second_ctrl_c_stops_at_once_and_keeps_the_checkpoint_before(alone, tmp_path, monkeypatch):
     make_small(monkeypatch)
     with monkeypatch.context() as inner:
@@ -152,6 +153,7 @@ class StopAt(Callback):
 
 
 @pytest.mark.parametrize("step", [16, *(pytest.param(step, marks=pytest.mark.medium) for step in (8, 12))])
+@pytest.mark.medium
 def test_a_run_that_was_given_too_little_time_goes_on_exactly(alone, step, tmp_path, monkeypatch):
     make_small(monkeypatch)
     run(
