@@ -49,6 +49,7 @@ def test_the_table_ends_with_chance():
     assert rows[0]["test accuracy, %"] == "98.03 ± 0.95" and rows[-1]["test accuracy, %"] == "10"
 
 
+@pytest.mark.medium
 def test_the_report_holds_all_it_shows(tmp_path):
     results = make_results()
     for name, dark in (("curves.png", False), ("curves-dark.png", True)):
@@ -70,6 +71,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
     assert "not an empty folder" in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_the_parent_of_the_runs_stays_light():
     names = "pictures, report, result, train"
     code = f"import sys; from lineattn.cli.demo import {names}; import lineattn.cli.progress; print(*sys.modules)"

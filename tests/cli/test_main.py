@@ -139,6 +139,7 @@ def test_an_option_is_not_guessed_from_its_beginning(verb, capsys):
     assert "usage: lineattn" in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_show_a_method_and_a_network(capsys):
     assert main(["show", "kcla"]) == 0
     shown = capsys.readouterr().out

@@ -205,6 +205,7 @@ def test_a_run_folder_is_not_overwritten(trained, capsys):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.medium
 def test_a_full_disk_leaves_the_last_checkpoint_whole(code, tmp_path, capsys, monkeypatch):
     plain, writes = torch.save, []
 

@@ -85,6 +85,7 @@ def test_without_validation_there_is_no_best_and_the_test_split_chooses_nothing(
     assert not (tmp_path / "run" / "checkpoints" / "best.ckpt").exists()
 
 
+@pytest.mark.medium
 def test_validate_and_test_repeat_what_fit_found(trained, tmp_path):
     out, found = trained
     for which in ("last", "best"):
@@ -214,6 +215,7 @@ def test_two_networks_of_one_seed_start_equal_whatever_was_drawn_before():
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.medium
 def test_half_precision_trains(precision, tmp_path):
     found = fit(tmp_path / "run", *RECIPE, "--trainer.precision", precision)
     assert found["last"]["test/acc1"] > 30

@@ -115,6 +115,7 @@ def test_last_of_an_empty_folder_starts_nothing(tmp_path, capsys):
     assert "no checkpoint at" in line and not (tmp_path / "new").exists()
 
 
+@pytest.mark.medium
 def test_last_of_a_run_without_a_checkpoint_starts_that_run_anew(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as inner:
         killed_at(inner, 0)
