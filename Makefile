@@ -15,8 +15,8 @@ help: ## this list
 		{ echo "$(PYTHON) is older than Python 3.11: make ... PYTHON=path of a newer one"; exit 2; }
 	$(PYTHON) -m venv .venv
 
-# A stamp a set of extras: pip runs again only when the dependencies may have changed.
-.venv/.installed-%: pyproject.toml | .venv/bin/python
+# A stamp a set of extras: pip runs again only when the dependencies or the native kernels may have changed.
+.venv/.installed-%: pyproject.toml setup.py $(wildcard src/lineattn/ops/native/csrc/*) | .venv/bin/python
 	@echo "installing lineattn[$*] and what it needs into .venv (a few minutes, once)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]"
 	@touch $@
@@ -57,5 +57,5 @@ results: .venv/.installed-dev ## measure again what the README's tables show, an
 	$(BIN)/python tools/readme_tables.py
 
 clean: ## remove what was built, .venv too; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache src/lineattn/ops/native/*.so
 	find src tests tools \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +

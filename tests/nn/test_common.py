@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lineattn.nn import common
 from lineattn.nn.depth.base import Site
@@ -15,26 +14,6 @@ KERNELS = {16: 3, 32: 3, 64: 3, 128: 5, 256: 5, 512: 5, 1024: 5, 2048: 7}  # spe
 def test_kernel_size():
     assert {channels: common.kernel_size(channels) for channels in KERNELS} == KERNELS
     assert all(common.kernel_size(channels) % 2 for channels in range(1, 300))
-
-
-@pytest.mark.parametrize("channels", [1, 2, 8, 128])
-def test_channel_conv_is_a_padded_convolution(channels: int):
-    conv, y = common.ChannelConv(channels), torch.randn(3, channels)
-    expected = F.conv1d(y[:, None], conv.weight, padding=conv.weight.shape[-1] // 2)[:, 0]
-    assert torch.allclose(conv(y), expected, rtol=1e-13, atol=1e-13)
-
-
-def test_heads_are_runs_of_channels():
-    y = torch.arange(6.0)[None]
-    assert common.heads(y, 3).tolist() == [[[0, 1], [2, 3], [4, 5]]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_pool_sums_in_float32(dtype: torch.dtype):
-    """1.001 is no half-precision number and a sum of 16384 of it none either; the mean over space must not drift."""
-    x = torch.full((1, 2, 128, 128), 1.001).to(dtype)
-    assert common.pool(x).dtype == torch.float32
-    assert torch.allclose(common.pool(x), x[:, :, 0, 0].float(), rtol=1e-6)
 
 
 def test_softmax_over_depth():

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.ops.depth import Norm, attend, attend_folded, attend_plain
+from lineattn.ops.channels import channel_conv
+from lineattn.ops.depth import Norm, attend, attend_plain
 
 
 def kernel_size(channels: int) -> int:
@@ -35,19 +35,8 @@ def count_heads(channels: int, head_dim: int) -> int:
     return channels // head_dim
 
 
-def pool(x: Tensor) -> Tensor:
-    """``(B, C, H, W) -> (B, C)``: mean over space, at least in float32."""
-    # A sum: its gradient is an expanded view, where the mean's would be a map of its own.
-    total = x.sum((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
-    return total / (x.shape[2] * x.shape[3])
-
-
 class ChannelConv(nn.Module):
-    """1-D convolution along the channel axis, one kernel for all channels, no bias: ``(B, C) -> (B, C)``.
-
-    Written as a product with shifted copies: the library's one-channel convolution is many times slower in the
-    backward than this, and under autocast it would leave float32.
-    """
+    """`lineattn.ops.channels.channel_conv` with its kernel: ``(B, C) -> (B, C)``."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -58,22 +47,11 @@ class ChannelConv(nn.Module):
         return channel_conv(y, self.weight)
 
 
-def channel_conv(y: Tensor, weight: Tensor) -> Tensor:
-    """The function behind `ChannelConv`; ``weight`` is ``(1, 1, k)``."""
-    taps = weight.to(y.dtype).flatten()
-    return (F.pad(y, (len(taps) // 2, len(taps) // 2)).unfold(-1, len(taps), 1) * taps).sum(-1)
-
-
 def depthwise_value(channels: int) -> nn.Conv2d:
     """The value projection: depth-wise 3x3, no bias, initialised as the papers do (normal, fan-out)."""
     conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
-
-
-def heads(y: Tensor, count: int) -> Tensor:
-    """``(B, C) -> (B, h, D)``; a head is a contiguous slice of the channels."""
-    return y.unflatten(-1, (count, -1))
 
 
 def softmax_over_depth(query: Tensor, keys: Tensor) -> Tensor:
@@ -105,23 +83,27 @@ def read_out(
     shortcut: Tensor | None = None,
     decay: Tensor | None = None,
 ) -> Tensor:
-    """`lineattn.ops.depth.attend` for modules: tracks the batch norm's counter as PyTorch's own module does.
+    """`lineattn.ops.depth.attend` for modules.
 
-    A norm that somebody put in the batch norm's place (synchronised, frozen) is called as it is; where `fold_norm` has
-    been, its slope is in the kernel already.
+    A norm that somebody put in the batch norm's place (synchronised, frozen) is called as it is.
     """
     kernel = None if value is None else value.weight
     extra = {"relu": relu, "gain": gain, "drop": drop, "shortcut": shortcut, "decay": decay}
-    if isinstance(norm, Offset):
-        scale = None if gain is None else gain[None]
-        return attend_folded(x, read, kernel, gate, norm.bias, relu=relu, scale=scale, shortcut=shortcut, decay=decay)
-    if type(norm) is not nn.BatchNorm2d:
+    data = norm_data(norm)
+    if data is None:
         return attend_plain(x, read, kernel, gate, norm, **extra)
-    return attend(x, read, kernel, gate, batch_norm_data(norm), **extra)
+    return attend(x, read, kernel, gate, data, **extra)
 
 
-def batch_norm_data(norm: nn.BatchNorm2d) -> Norm:
-    """The module's batch normalisation as data; in training, counts the batch."""
+def norm_data(norm: nn.Module) -> Norm | None:
+    """A batch norm, or what `fold_norm` left of one, as data; ``None`` for any other module.
+
+    In training, counts the batch as PyTorch's own module does.
+    """
+    if isinstance(norm, Offset):
+        return Norm(None, norm.bias, None, None, training=False, momentum=0.0, eps=0.0)
+    if type(norm) is not nn.BatchNorm2d:
+        return None
     momentum = norm.momentum
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

@@ -33,6 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineattn.ops.channels import per_channel
+
 
 def accumulate(log_norm: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
     r"""Adds one more weight :math:`e^S` to a normaliser kept as a logarithm.
@@ -84,15 +86,13 @@ def mix(maps: list[Tensor] | tuple[Tensor, ...], share: Tensor) -> Tensor:
     return total
 
 
-def per_channel(heads: Tensor, channels: int) -> Tensor:
-    """``(B, h) -> (B, C)``: repeats a head's value over its channels."""
-    return heads.repeat_interleave(channels // heads.shape[1], dim=1)
-
-
 class Norm(NamedTuple):
-    """Batch normalisation as data; in training, calling it updates the running statistics in place."""
+    """Batch normalisation as data; in training, calling it updates the running statistics in place.
 
-    weight: Tensor
+    Without a weight it is an offset: the slope of a norm in evaluation can stand in the values before it.
+    """
+
+    weight: Tensor | None
     bias: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -101,6 +101,8 @@ class Norm(NamedTuple):
     eps: float
 
     def __call__(self, y: Tensor) -> Tensor:
+        if self.weight is None:
+            return y + self.bias[:, None, None]
         stats = (self.running_mean, self.running_var)
         return F.batch_norm(y, *stats, self.weight, self.bias, self.training, self.momentum, self.eps)
 
@@ -159,6 +161,9 @@ def attend(
     compiler sees the plain form, which it fuses by itself; so does a second derivative.
     The transforms of `torch.func` don't know this form; give them `attend_plain`.
     """
+    if norm.weight is None:
+        scale, rest = _scale(gain, drop), {"shortcut": shortcut, "decay": decay}
+        return attend_folded(x, read, value, gate, norm.bias, relu=relu, scale=scale, **rest)
     if torch.compiler.is_compiling():
         return attend_plain(x, read, value, gate, norm, relu=relu, gain=gain, drop=drop, shortcut=shortcut, decay=decay)
     with _no_autocast(x.device):

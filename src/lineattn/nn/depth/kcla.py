@@ -34,16 +34,14 @@ from lineattn.nn.common import (
     drop_path_factor,
     fold_into_norm,
     fold_norm,
-    heads,
-    pool,
+    norm_data,
     read_out,
 )
 from lineattn.nn.depth.base import DepthAttention, Init, Site
-from lineattn.ops.depth import accumulate, per_channel, running_mean
+from lineattn.ops.channels import heads, per_channel, pool
+from lineattn.ops.kcla import Form, Past, Weights, address, gate, score, write
+from lineattn.ops.kcla_operator import kcla
 from lineattn.registry import register
-
-# Below this length a key has no direction; it also bounds the gradient of the direction.
-_SHORT = 1e-6
 
 
 class KCLAState(NamedTuple):
@@ -53,11 +51,13 @@ class KCLAState(NamedTuple):
         mean: :math:`m`, ``(B, C, H, W)``, at least float32.
         log_norm: :math:`\\ell`, ``(B, h)``, at least float32.
         direction: Sum of all keys, ``(B, h, D)``, for the variant ``ref-det0`` only.
+        past: What the mean can be made from again, where native kernels keep that for the backward instead of it.
     """
 
     mean: Tensor
     log_norm: Tensor
     direction: Tensor | None = None
+    past: Past | None = None
 
 
 @dataclass(frozen=True)
@@ -232,40 +232,42 @@ class KCLA(DepthAttention):
         return f"head_dim={self.head_dim}, variant={self.variant_name!r}, entry={self.site.entry!r}"
 
     def forward(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> tuple[Tensor, KCLAState]:
-        state, gate = self.update(out, state)
+        state = self._enter(state)
         drop = drop_path_factor(out, self.drop_path, self.training)
-        gate = per_channel(gate, out.shape[1])
-        x = read_out(out, state.mean, self.value, gate, self.norm, relu=self.variant.relu, gain=self.gain, drop=drop)
-        return x, state
+        norm = norm_data(self.norm) if self.variant.direction == "current" else None
+        if norm is None:
+            state, opening = self._write(out, state)
+            opening = per_channel(opening, out.shape[1])
+            relu = self.variant.relu
+            x = read_out(out, state.mean, self.value, opening, self.norm, relu=relu, gain=self.gain, drop=drop)
+            return x, state
+        mean, log_norm, _, past = (None, None, None, None) if state is None else state
+        x, mean, log_norm, past = kcla(
+            out, mean, log_norm, past,
+            weights=self._weights(), form=self._form(), norm=norm, gain=self.gain, drop=drop,
+        )  # fmt: skip
+        return x, KCLAState(mean, log_norm, past=past)
 
     def weights(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> dict[str, Tensor]:
         """``query``, ``key`` ``(B, h, D)``; ``score``, ``share`` (of this layer in the mean), ``gate`` ``(B, h)``."""
-        query, key, score = self._address(out)
-        after, gate = self.update(out, state)
-        return {"query": query, "key": key, "score": score, "share": (score - after.log_norm).exp(), "gate": gate}
+        query, key, weight = address(pool(out), self._weights(), self._form())
+        after, opening = self.update(out, state)
+        share = (weight - after.log_norm).exp()
+        return {"query": query, "key": key, "score": weight, "share": share, "gate": opening}
 
     def update(self, out: Tensor, state: KCLAState | None) -> tuple[KCLAState, Tensor]:
         """Writes ``out`` into the state; returns it with the gate ``(B, h)`` for reading it."""
-        state = self._enter(state)
-        query, key, score = self._address(out)
+        return self._write(out, self._enter(state))
+
+    def _write(self, out: Tensor, state: KCLAState | None) -> tuple[KCLAState, Tensor]:
+        query, key, weight = address(pool(out), self._weights(), self._form())
+        mean, log_norm = write(out, weight, *(() if state is None else (state.mean, state.log_norm)))
         direction = None
-        if state is None:
-            mean, log_norm = out.to(score.dtype), score
-        else:
-            log_norm, share = accumulate(state.log_norm, score)
-            mean = running_mean(state.mean, out, share)
         if self.variant.direction == "running":
             before = None if state is None else state.direction
             direction = key if before is None else before + key
         towards = key if direction is None else direction
-        rho = (query * towards).sum(-1) / towards.norm(dim=-1).clamp_min(_SHORT)
-        if self.gate is not None:
-            # Not nn.Linear's own product: under autocast it would leave float32.
-            rho = (rho[:, None] * self.gate.weight.to(rho.dtype)).sum(-1)
-        gate = torch.sigmoid(rho)
-        if self.variant.eps:
-            gate = gate / (1 + self.variant.eps * torch.exp(-log_norm))
-        return KCLAState(mean, log_norm, direction), gate
+        return KCLAState(mean, log_norm, direction), gate(query, towards, log_norm, self._weights(), self._form())
 
     def _enter(self, state: KCLAState | None) -> KCLAState | None:
         """At a transition, the old state as the first layer of the new stage."""
@@ -276,18 +278,15 @@ class KCLA(DepthAttention):
         conv = self.key if self.transition.key is None else self.transition.key
         key = heads(conv(pool(r)), self.head_count)
         direction = key if self.variant.direction == "running" else None
-        score = self._score(key)
-        return KCLAState(r.to(score.dtype), score, direction)
+        weight = score(key, self._weights(), self._form())
+        return KCLAState(r.to(weight.dtype), weight, direction)
 
-    def _address(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        pooled = pool(out)
-        query, key = heads(self.query(pooled), self.head_count), heads(self.key(pooled), self.head_count)
-        return query, key, self._score(key)
+    def _weights(self) -> Weights:
+        mixing = None if self.gate is None else self.gate.weight
+        return Weights(self.query.weight, self.key.weight, self.inv_temperature, mixing, self.value.weight)
 
-    def _score(self, key: Tensor) -> Tensor:
-        length = torch.sqrt(key.square().sum(-1) + torch.finfo(torch.float32).tiny)
-        score = length * self.inv_temperature.to(length.dtype)
-        return score if self.variant.clamp is None else score.clamp(max=self.variant.clamp)
+    def _form(self) -> Form:
+        return Form(self.variant.clamp, self.variant.eps, self.variant.relu)
 
     def _fold(self) -> None:
         fold_norm(self, relu=self.variant.relu)

@@ -27,12 +27,11 @@ from lineattn.nn.common import (
     drop_path_factor,
     fold_into_norm,
     fold_norm,
-    heads,
-    pool,
     read_out,
     softmax_over_depth,
 )
 from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.ops.channels import heads, pool
 from lineattn.ops.depth import mix
 from lineattn.registry import register
 

@@ -36,13 +36,12 @@ from lineattn.nn.common import (
     drop_path_factor,
     fold_into_norm,
     fold_norm,
-    heads,
-    pool,
     read_out,
     softmax_over_depth,
 )
 from lineattn.nn.depth.base import DepthAttention, Init, Site
-from lineattn.ops.depth import mix, per_channel
+from lineattn.ops.channels import heads, per_channel, pool
+from lineattn.ops.depth import mix
 from lineattn.registry import register
 
 _PAPER = "Cross-Layer Retrospective Retrieving via Layer Attention (2023)"
