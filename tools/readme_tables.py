@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def bench() -> str:
             f"**{rows[0]['network']}**, {setting['batch_size']} images of {setting['image_size']} pixels a call, "
             f"float32, channels_last, {setting['allocator']} allocator; medians of {setting['rounds']} calls in turns:"
         )
-        parts += [title, markdown(table, list(table[0])), _origin(f"`{found['command']}`", found["environment"])]
+        parts += [title, markdown(table, list(table[0])), _origin_of(found)]
     if not parts:
         raise FileNotFoundError("results/bench_depth_*.json")
     return "\n\n".join(parts)
@@ -52,16 +53,73 @@ def _bench_row(mode: str, rows: list[dict[str, Any]], methods: list[str]) -> dic
     return {"": label, "plain": size} | {name: f"{ratio:.2f}x" for name, ratio in ratios.items()}
 
 
+# What a row measures: the label of the table's row, how a number is written, and the ratio that stands beside it.
+_FIGURES = {
+    "cpu_ms": ("processor time", "{:,.1f} ms", "cpu_ratio"),
+    "cpu_us": ("processor time", "{:,.0f} µs", "cpu_ratio"),
+    "saved_mb": ("saved for the backward", "{:,.1f} MB", None),
+    "saved_maps": ("maps saved a layer", "{:.2f}", None),
+    "state_mb": ("state", "{:,.2f} MB", None),
+    "exponent": ("", "{:.2f}", None),
+}
+_GROUP = {"length": "{:,} tokens", "context": "{:,} tokens", "positions": "{:,} positions", "size": "{}", "mode": "{}"}
+
+
+def layer() -> str:
+    """KCLA by itself against its published form."""
+    found = _read("bench_depth")
+    rows = []
+    for row in found["rows"]:
+        if row["part"] == "chain":
+            row = {key: value for key, value in row.items() if key != "saved_mb"}
+        elif row["part"] == "growth" and "exponent" in row:
+            row |= {"mode": f"exponent of {row['name']}", "name": "ours"}
+        if row["part"] != "growth" or "exponent" in row:
+            rows.append(row)
+    return _beside(found, rows)
+
+
+def operator(subject: str) -> str:
+    """An operator against what it is compared with, one column each."""
+    found = _read(f"bench_{subject}")
+    return _beside(found, found["rows"])
+
+
+def _beside(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    table: dict[str, dict[str, str]] = {}
+    for row in rows:
+        shared = [form.format(row[key]) for key, form in _GROUP.items() if row.get(key, "saved") != "saved"]
+        for key, (what, form, ratio) in _FIGURES.items():
+            if key in row:
+                label = ", ".join([*shared, what] if what else shared)
+                beside = f" ({row[ratio]:.2f}x)" if row.get(ratio, 1) != 1 else ""
+                table.setdefault(label, {"": label} | dict.fromkeys(names, ""))[row["name"]] = (
+                    form.format(row[key]) + beside
+                )
+    setting = found["setting"]
+    title = (
+        f"float32, {setting['allocator']} allocator; medians of {setting['rounds']} calls in turns; in brackets, "
+        "times ours:"
+    )
+    return "\n\n".join([title, markdown(list(table.values()), ["", *names]), _origin_of(found)])
+
+
+def _origin_of(found: dict[str, Any]) -> str:
+    return _origin(f"`{found['command']}`", found["environment"])
+
+
 def _read(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
 def _origin(command: str, environment: dict[str, Any]) -> str:
     commit = (environment["git"] or "unknown")[:10] + ("-dirty" if "dirty" in (environment["git"] or "") else "")
-    versions = environment["versions"]
+    versions, native = environment["versions"], environment["native"]
+    kernels = f", native kernels {native}" if native else ""
     return (
         f"<sub>{command}; commit {commit}, PyTorch {versions['torch']}, Python {versions['python']}, "
-        f"{environment['processor']}, {environment['threads']} threads.</sub>"
+        f"{environment['processor']}, {environment['threads']} threads{kernels}.</sub>"
     )
 
 
@@ -69,14 +127,20 @@ def main(check: bool) -> int:
     """Rewrites README.md, or compares."""
     path = ROOT / "README.md"
     before = text = path.read_text()
-    try:
-        tables = {"demo": demo(), "bench": bench()}
-    except FileNotFoundError as error:
-        print(f"README.md: {error.filename or error} is missing; `make results` measures it", file=sys.stderr)
-        return 1
+    tables = {"demo": demo, "bench": bench, "layer": layer}
+    tables |= {subject: partial(operator, subject) for subject in ("scan", "memory", "decode")}
     for name, table in tables.items():
-        block = f"<!-- table: {name} -->\n{table}\n<!-- end -->"
-        text = re.sub(rf"<!-- table: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
+        start, end = f"<!-- table: {name} -->", "<!-- end -->"
+        if start not in before:
+            continue
+        try:
+            block = f"{start}\n{table()}\n{end}"
+        except FileNotFoundError as error:
+            if f"{start}\n{end}" in before:  # not measured yet
+                continue
+            print(f"README.md: {error.filename or error} is missing; `make results` measures it", file=sys.stderr)
+            return 1
+        text = re.sub(rf"{start}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)
     if check and text != before:
         print("README.md: its tables are not those of results/*.json; run tools/readme_tables.py", file=sys.stderr)
         return 1

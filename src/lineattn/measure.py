@@ -17,8 +17,13 @@ from torch import Tensor, nn
 _PACKAGES = ("lineattn", "torch", "torchvision", "timm", "lightning", "numpy")
 
 
-def environment(seed: int) -> dict[str, Any]:
-    """What a number depends on besides the configuration: versions, commit, machine, threads, seed."""
+def environment(seed: int, *, native: str) -> dict[str, Any]:
+    """What a number depends on besides the configuration: versions, commit, machine, threads, kernels, seed.
+
+    Args:
+        seed: The seed.
+        native: `lineattn.ops.native.status`; given, since nothing here imports the rooms above.
+    """
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         "git": _git_hash(),
@@ -28,7 +33,7 @@ def environment(seed: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "seed": seed,
-        "native": False,
+        "native": native,
     }
 
 

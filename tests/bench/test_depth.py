@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from lineattn.bench import depth
 from lineattn.bench.timing import take_turns
 from lineattn.measure import SavedBytes, environment
+from lineattn.ops import native
 
 
 @pytest.mark.medium
@@ -27,10 +30,11 @@ def test_rows_cover_every_mode_and_method_against_plain():
         for mode in ("evaluation", "evaluation, trunk folded", "training step", "saved")
         for method in ("none", "kcla")
     ]
-    assert len(ticks) == 6
+    assert len(ticks) == depth.calls(["kcla"], rounds=1) == 6
     for row in rows:
         ratio = row.get("cpu_ratio", row.get("saved_ratio"))
         assert ratio == 1 if row["method"] == "none" else ratio > 0
+        assert row.get("native") == (None if row["method"] == "none" else native.status())
     plain, kcla = (row["saved_mb"] for row in rows[-2:])
     assert 1 < kcla / plain <= 2
 
@@ -40,6 +44,12 @@ def test_calls_take_turns_in_an_order_that_is_reversed():
     timings = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
     assert order == ["a", "b", "a", "b", "b", "a"]
     assert len(timings["a"].wall_ms) == len(timings["b"].cpu_ms) == 2
+
+
+def test_nothing_is_collected_in_a_turn():
+    seen = []
+    take_turns({"a": lambda: seen.append(gc.isenabled())}, rounds=1)
+    assert seen == [True, False] and gc.isenabled()  # the first call warms up
 
 
 def test_saved_bytes_count_each_storage_once_and_leave_parameters_and_inputs_out():
@@ -52,7 +62,11 @@ def test_saved_bytes_count_each_storage_once_and_leave_parameters_and_inputs_out
     assert out.shape == (3, 8)
 
 
+def test_a_method_without_kernels_says_so():
+    assert depth.ran("mrla_light") == {"native": "no kernels"} and depth.ran("kcla") == {"native": native.status()}
+
+
 def test_environment_names_versions_and_threads():
-    found = environment(seed=3)
-    assert found["seed"] == 3 and found["threads"] == torch.get_num_threads()
+    found = environment(seed=3, native="on: avx2")
+    assert found["seed"] == 3 and found["native"] == "on: avx2" and found["threads"] == torch.get_num_threads()
     assert found["versions"]["torch"] in torch.__version__

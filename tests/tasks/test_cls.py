@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from lineattn.cli.task import run
+from lineattn.ops import native
 from lineattn.tasks.cls import Classifier
 from lineattn.tasks.data.source import Splits
 from lineattn.tasks.meter import Meter
@@ -46,7 +47,8 @@ def test_a_run_folder_holds_the_whole_record(trained):
     assert json.loads((out / "summary.json").read_text()) == found
     assert json.loads((out / "classes.json").read_text()) == [str(digit) for digit in range(10)]
     env = json.loads((out / "env.json").read_text())
-    assert env["versions"]["torch"] == torch.__version__.split("+")[0] and env["native"] is False and env["seed"] == 0
+    assert env["versions"]["torch"] == torch.__version__.split("+")[0] and env["seed"] == 0
+    assert env["native"] == native.status()
     with Image.open(out / "curves.png") as curves:
         assert curves.size[0] > 500
     with (out / "metrics.csv").open() as file:

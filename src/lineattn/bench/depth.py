@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lineattn.bench.timing import take_turns
+from lineattn.bench.timing import compared, take_turns
 from lineattn.hosts import plans
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.fold import fold_batch_norms
 from lineattn.measure import SavedBytes
 from lineattn.models import create_model
+from lineattn.ops import native
 
 CLASSES = 100
+
+# Methods of the depth axis that have native kernels; PyTorch computes the others.
+_WITH_KERNELS = ("kcla",)
 
 
 def measure(
@@ -48,6 +52,7 @@ def measure(
     Returns:
         Rows with ``mode``, ``method``, medians ``wall_ms`` and ``cpu_ms`` and their ratios to the plain network's
         ``wall_ratio`` and ``cpu_ratio``; for mode ``saved`` instead ``saved_mb`` (10^6 bytes) and ``saved_ratio``.
+        Rows of a method say in ``native`` whether its kernels ran.
     """
     draws = torch.Generator().manual_seed(seed)
     images = torch.randn(batch_size, 3, image_size, image_size, generator=draws)
@@ -66,23 +71,11 @@ def measure(
         ("training step", nets),
     ):
         step = _train if mode == "training step" else _evaluate
-        calls = {
+        steps = {
             name: _bind(step, net.train(mode == "training step"), images, labels) for name, net in variants.items()
         }
-        timings = take_turns(calls, rounds=rounds, tick=tick)
-        plain = timings["none"]
-        rows += [
-            {
-                "network": network,
-                "mode": mode,
-                "method": name,
-                "wall_ms": round(timing.wall, 1),
-                "cpu_ms": round(timing.cpu, 1),
-                "wall_ratio": round(timing.wall / plain.wall, 3),
-                "cpu_ratio": round(timing.cpu / plain.cpu, 3),
-            }
-            for name, timing in timings.items()
-        ]
+        times = compared(take_turns(steps, rounds=rounds, tick=tick), "none")
+        rows += [{"network": network, "mode": mode, "method": name} | times[name] | ran(name) for name in steps]
     saved = {name: _saved_bytes(net.train(), images, labels) for name, net in nets.items()}
     rows += [
         {
@@ -92,9 +85,22 @@ def measure(
             "saved_mb": round(count / 1e6, 1),
             "saved_ratio": round(count / saved["none"], 3),
         }
+        | ran(name)
         for name, count in saved.items()
     ]
     return rows
+
+
+def calls(methods: list[str], rounds: int) -> int:
+    """How often `measure` will call ``tick``."""
+    return 3 * (1 + len(methods)) * rounds
+
+
+def ran(method: str) -> dict[str, str]:
+    """What a row says of the native kernels: their status, or that the method has none; nothing for ``none``."""
+    if method == "none":
+        return {}
+    return {"native": native.status() if method in _WITH_KERNELS else "no kernels"}
 
 
 def _for_evaluation(net: nn.Module, *, trunk: bool) -> nn.Module:

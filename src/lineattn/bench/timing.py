@@ -8,10 +8,12 @@ is worth comparing.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 # Large tensors are otherwise mapped and unmapped at each use, and page faults drown what is to be measured; a code
 # that allocates more would look slower for that alone.
@@ -58,12 +60,47 @@ def take_turns(
     timings = {name: Timing() for name in calls}
     for call in calls.values():
         call()
-    gc.collect()
-    for i in range(rounds):
-        for name in list(calls) if i % 2 == 0 else list(calls)[::-1]:
-            cpu, wall = time.process_time(), time.perf_counter()
-            calls[name]()
-            timings[name].cpu_ms.append((time.process_time() - cpu) * 1e3)
-            timings[name].wall_ms.append((time.perf_counter() - wall) * 1e3)
-            tick()
+    collects = gc.isenabled()
+    gc.disable()  # a collection goes through every object alive, whoever made it, and comes in anybody's turn
+    try:
+        for i in range(rounds):
+            gc.collect()
+            for name in list(calls) if i % 2 == 0 else list(calls)[::-1]:
+                cpu, wall = time.process_time(), time.perf_counter()
+                calls[name]()
+                timings[name].cpu_ms.append((time.process_time() - cpu) * 1e3)
+                timings[name].wall_ms.append((time.perf_counter() - wall) * 1e3)
+                tick()
+    finally:
+        if collects:
+            gc.enable()
     return timings
+
+
+def compared(timings: dict[str, Timing], reference: str) -> dict[str, dict[str, Any]]:
+    """For a row each: medians ``wall_ms`` and ``cpu_ms``, and how many times those of ``reference`` they are.
+
+    Example:
+        >>> compared({"ours": Timing([2.0], [4.0]), "other": Timing([5.0], [6.0])}, "ours")["other"]
+        {'wall_ms': 5.0, 'cpu_ms': 6.0, 'wall_ratio': 2.5, 'cpu_ratio': 1.5}
+    """
+    base = timings[reference]
+    return {
+        name: {
+            "wall_ms": round(timing.wall, 3),
+            "cpu_ms": round(timing.cpu, 3),
+            "wall_ratio": round(timing.wall / base.wall, 3),
+            "cpu_ratio": round(timing.cpu / base.cpu, 3),
+        }
+        for name, timing in timings.items()
+    }
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """``a`` of ``values = c * sizes**a``, by least squares of the logarithms.
+
+    Example:
+        >>> round(exponent([1, 2, 4], [3, 12, 48]), 6)
+        2.0
+    """
+    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope

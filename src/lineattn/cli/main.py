@@ -22,7 +22,7 @@ VERBS = {
     "show": "one method (equation, paper, cost) or one network (stages, parameters, MACs)",
     "sweep": "a grid of settings times seeds, one run folder each; finished runs are not run again",
     "compare": "finished runs side by side: mean ± std, parameters, MACs, memory, time",
-    "bench": "time and memory of attention beside the plain network",
+    "bench": "time and memory of networks and operators, beside what they are compared with",
     "export": "a checkpoint to safetensors, or to ONNX with a check against torch",
 }
 TASK_VERBS = {

@@ -18,6 +18,7 @@ from lineattn.cli.task_options import TaskCLI
 from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 from lineattn.measure import environment
+from lineattn.ops import native
 from lineattn.tasks import console, predict
 from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
 from lineattn.tasks.data.source import Files, Source
@@ -74,7 +75,7 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
     splits = cli.data.splits
     if cli.trainer.is_global_zero:
         write_text(cli.out / "config.yaml", yaml.safe_dump(cli.settings, sort_keys=False))
-        write_json(cli.out / "env.json", environment(cli.seed))
+        write_json(cli.out / "env.json", environment(cli.seed, native=native.status()))
         write_json(cli.out / "classes.json", cli.classes)
         for line in splits.notices:
             console.note(line)
