@@ -27,7 +27,7 @@ demo: .venv/.installed-demo ## train plain, MRLA-light and KCLA ResNets on small
 test: .venv/.installed-dev ## all tests and doctests but the slow ones
 	$(RUN)/pytest -q -n 2 -m "not slow"
 
-test-slow: .venv/.installed-dev ## the tests that train
+test-slow: .venv/.installed-dev ## the tests that take minutes: training, and the kernels under the sanitizers
 	$(RUN)/pytest -q -m slow
 
 check: lint types imports ## format, lint, types, import contract, fast tests, doctests
@@ -48,11 +48,12 @@ types: .venv/.installed-dev
 imports: .venv/.installed-dev
 	$(BIN)/lint-imports
 
-# No tracked file changes before both have noted the commit that they measure.
+# No tracked file changes before all have noted the commit that they measure.
 results: .venv/.installed-dev ## measure again what the README's tables show, and write them (half an hour, idle machine)
 	rm -rf runs/results
 	$(RUN)/lineattn demo --out runs/results
-	$(RUN)/lineattn bench depth
+	for subject in depth scan memory decode; do $(RUN)/lineattn bench $$subject --out runs/results || exit; done
+	cp runs/results/bench_*.json results/
 	cp runs/results/results.json results/demo.json
 	$(BIN)/python tools/readme_tables.py
 

@@ -166,7 +166,7 @@ def attend(
         return attend_folded(x, read, value, gate, norm.bias, relu=relu, scale=scale, **rest)
     if torch.compiler.is_compiling():
         return attend_plain(x, read, value, gate, norm, relu=relu, gain=gain, drop=drop, shortcut=shortcut, decay=decay)
-    with _no_autocast(x.device):
+    with no_autocast(x.device):
         return _Attend.apply(x, read, value, gate, gain, drop, shortcut, decay, relu, norm, norm.weight, norm.bias)
 
 
@@ -291,7 +291,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        with _no_autocast(grad.device):
+        with no_autocast(grad.device):
             return _plain_backward(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
@@ -368,7 +368,7 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(next(found) if need else None for need in needed)
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """The types of the arguments decide, in the backward too; devices without autocast have nothing to turn off."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)

@@ -20,7 +20,7 @@ from lineattn.ops.channels import channel_conv, heads, per_channel, pool
 from lineattn.ops.depth import Norm, accumulate, attend, running_mean
 
 # Below this length a key has no direction; it also bounds the gradient of the direction.
-_SHORT = 1e-6
+SHORT = 1e-6
 
 
 class Weights(NamedTuple):
@@ -92,7 +92,7 @@ def score(key: Tensor, weights: Weights, form: Form) -> Tensor:
 
 def gate(query: Tensor, key: Tensor, log_norm: Tensor, weights: Weights, form: Form) -> Tensor:
     r""":math:`\sigma(\Phi \rho)` with :math:`\rho_h = \langle q_h, k_h / \lVert k_h \rVert \rangle`, ``(B, h)``."""
-    rho = (query * key).sum(-1) / key.norm(dim=-1).clamp_min(_SHORT)
+    rho = (query * key).sum(-1) / key.norm(dim=-1).clamp_min(SHORT)
     if weights.mixing is not None:
         # Not a matrix product: under autocast it would leave float32.
         rho = (rho[:, None] * weights.mixing.to(rho.dtype)).sum(-1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineattn.ops import native
+from lineattn.ops import native, triton
 from lineattn.ops.channels import per_channel
 from lineattn.ops.depth import Norm
 from lineattn.ops.kcla import Form, Past, Weights, kcla_plain
@@ -33,9 +33,9 @@ def kcla(
 ) -> tuple[Tensor, Tensor, Tensor, Past | None]:
     r"""One layer of Key-Correlated Layer Attention.
 
-    Native kernels compute it where they can (float32 on the CPU); else, and under a tracer, PyTorch's operators, with
-    the same results. The kernels keep no mean for the backward but every eighth: the block's output is kept by the
-    network in any case, and the mean is made again from those.
+    Native kernels compute it where they can (float32 on the CPU, and by Triton on a GPU where that is switched on);
+    else, and under a tracer, PyTorch's operators, with the same results. The kernels keep no mean for the backward but
+    every eighth: the block's output is kept by the network in any case, and the mean is made again from those.
 
     Args:
         x: ``(B, C, H, W)``, the block's output.
@@ -73,7 +73,17 @@ def _native(
 ) -> bool:
     if weights.value.shape[-2:] != (3, 3) or x.numel() == 0:
         return False
-    return native.usable(x, mean, log_norm, *weights, *norm[:4], gain, drop)
+    given = (x, mean, log_norm, *weights, *norm[:4], gain, drop)
+    return native.usable(*given) or triton.usable(*given)
+
+
+def _kernels(x: Tensor) -> Any:
+    """The kernels for the device that a map is on."""
+    if x.is_cuda:
+        from lineattn.ops.triton import kcla as on_cuda  # imports Triton
+
+        return on_cuda
+    return kernels
 
 
 def _kcla_native(
@@ -107,7 +117,7 @@ def _kcla_native(
         kept = (None, None, [], []) if past is None else (past.base, past.base_log_norm, [*past.maps], [*past.scores])
         found = torch.ops.lineattn.kcla(x, mean, log_norm, *kept, *rest)
     else:
-        found = kernels.forward(x, mean, log_norm, *rest)
+        found = _kernels(x).forward(x, mean, log_norm, *rest)
     out, after, total, score, _, batch_mean, batch_var = found
     if norm.training and norm.running_mean is not None and norm.running_var is not None:
         with torch.no_grad():
@@ -127,7 +137,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
 
 
-@torch.library.custom_op("lineattn::kcla", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("lineattn::kcla", mutates_args=(), device_types=("cpu", "cuda"))
 def _operator(
     x: Tensor,
     mean: Tensor | None,
@@ -154,7 +164,7 @@ def _operator(
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     # What the mean can be made from again is an argument for the backward alone.
-    return kernels.forward(
+    return _kernels(x).forward(
         x, mean, log_norm, query, key, inv_temperature, mixing, value, weight, bias, running_mean, running_var,
         gain, drop, relu, training, clamp, gate_eps, norm_eps,
     )  # fmt: skip
@@ -169,7 +179,7 @@ def _(x, mean, log_norm, *arguments):  # noqa: ANN001, ANN002, ANN202
     return torch.empty_like(x), state, *small, x.new_empty(of_channel), x.new_empty(of_channel)
 
 
-@torch.library.custom_op("lineattn::kcla_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("lineattn::kcla_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _backward_operator(
     grad_out: Tensor,
     grad_mean: Tensor | None,
@@ -205,7 +215,7 @@ def _backward_operator(
     grad_mean = None if grad_mean is None else _dense(grad_mean)
     grad_log_norm = None if grad_log_norm is None else grad_log_norm.contiguous()
     grad_score = None if grad_score is None else grad_score.contiguous()
-    return kernels.backward(
+    return _kernels(x).backward(
         grad_out, grad_mean, grad_log_norm, grad_score, x, base, base_log_norm, maps, scores, log_norm_before, log_norm,
         score, pooled, query, key, inv_temperature, mixing, value, weight, bias, norm_mean, norm_var, gain, drop, relu,
         training, clamp, gate_eps, norm_eps,

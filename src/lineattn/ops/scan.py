@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lineattn.errors import InputError
 from lineattn.ops import native
-from lineattn.ops.depth import _no_autocast
+from lineattn.ops.depth import no_autocast
 from lineattn.ops.native import scan as kernels
 
 # Tokens of a chunk, and of the blocks in it whose tokens meet one by one. Long chunks save steps, short blocks save
@@ -226,7 +226,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, s
         F.pad(t, (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, blocks, BLOCK))
         for t in (q * scale, k, v, g if g.ndim == 4 else g[..., None])
     )  # (B, h, chunks, blocks, BLOCK, .)
-    with _no_autocast(q.device) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+    with no_autocast(q.device) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         out, reads, writes, kept = _within_chunks(q, k, v, g)
         pairs = writes.transpose(-1, -2) @ v.flatten(3, 4)
         before = []

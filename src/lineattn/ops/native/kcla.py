@@ -78,6 +78,8 @@ def forward(
     log_norm_out, score, pooled = x.new_empty(b, h), x.new_empty(b, h), x.new_empty(b, c)
     batch_mean, batch_var = (x.new_empty(c if training else 0) for _ in range(2))
     of_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    if weight is None and training:
+        raise ValueError("a norm without a weight has no statistics to train")
     assert training or weight is None or (running_mean is not None and running_var is not None)
     arguments = _Forward(
         **sizes, relu=relu, training=training, threads=native.threads(), **_numbers(clamp, gate_eps, norm_eps),

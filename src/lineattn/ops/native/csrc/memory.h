@@ -41,6 +41,9 @@ class Memory {
     char *start_, *next_;
 };
 
+// Maps of so many bytes are written past the caches.
+constexpr int64_t kStreamed = int64_t(16) << 20;
+
 // Bands of rows an image: one where there are images enough, else so many that threads have something to share. It
 // depends on the sizes alone, so that results don't depend on the number of threads.
 inline int64_t count_bands(int64_t batch, int64_t height) {
