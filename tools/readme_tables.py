@@ -123,21 +123,23 @@ def _origin(command: str, environment: dict[str, Any]) -> str:
     )
 
 
+TABLES = {"demo": demo, "bench": bench, "layer": layer}
+SUBJECTS = ("scan", "memory", "decode")
+
+
 def main(check: bool) -> int:
     """Rewrites README.md, or compares."""
     path = ROOT / "README.md"
     before = text = path.read_text()
-    tables = {"demo": demo, "bench": bench, "layer": layer}
-    tables |= {subject: partial(operator, subject) for subject in ("scan", "memory", "decode")}
+    tables = TABLES | {subject: partial(operator, subject) for subject in SUBJECTS}
     for name, table in tables.items():
         start, end = f"<!-- table: {name} -->", "<!-- end -->"
         if start not in before:
-            continue
+            print(f"README.md: the marker of the table {name} is missing", file=sys.stderr)
+            return 1
         try:
             block = f"{start}\n{table()}\n{end}"
         except FileNotFoundError as error:
-            if f"{start}\n{end}" in before:  # not measured yet
-                continue
             print(f"README.md: {error.filename or error} is missing; `make results` measures it", file=sys.stderr)
             return 1
         text = re.sub(rf"{start}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)

@@ -60,7 +60,7 @@ def test_what_a_chain_saves():
     assert saved_maps("nothing", Nothing, Nothing, 8) == 0
     published = saved_maps("published", layers.PublishedKCLA, layers.PublishedKCLA, 8)
     assert 5 <= published < 5.2
-    assert saved_maps("ours", layers.Ours, layers._ours_first, 8) <= 1
+    assert saved_maps("ours", layers.Ours, layers._ours_first, 8) < (0.15 if native.enabled else 1)
 
 
 def test_targets_meet_the_rows_that_they_are_for():

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lineattn.nn.depth.kcla import KCLA, KCLAState
@@ -277,6 +278,43 @@ def test_opcheck(training: bool, start: bool):
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("start", [True, False], ids=["start", "later"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_opcheck_of_the_backward(training: bool, start: bool):
+    x, mean, log_norm, *rest = pytree.tree_map_only(Tensor, Tensor.detach, list(arguments(training, start)))
+    kept, parameters, statistics, factors, constants = rest[:4], rest[4:11], rest[11:13], rest[13:15], rest[15:]
+    with torch.no_grad():
+        found = torch.ops.lineattn.kcla(x, mean, log_norm, *kept, *parameters, *statistics, *factors, *constants)
+    _, after, total, score, pooled, *batch = found
+    grads = (torch.randn_like(x), None if start else torch.randn_like(after), torch.randn_like(total), None)
+    known = (x, *kept, log_norm, total, score, pooled)
+    statistics = batch if training else statistics
+    given = (*grads, *known, *parameters, *statistics, *factors, *constants)
+    torch.library.opcheck(torch.ops.lineattn.kcla_backward, given)
+
+
+@pytest.mark.parametrize("missing", ["log_norm", "statistics", "scores", "base_log_norm", "norm_mean"])
+def test_arguments_that_go_together(missing: str):
+    """The operators refuse what the kernels would read through a null pointer."""
+    given = pytree.tree_map_only(Tensor, Tensor.detach, list(arguments(training=False, start=False)))
+    x, mean, log_norm, base, base_log_norm, maps, scores = given[:7]
+    parameters, statistics, rest = given[7:14], given[14:16], given[16:]
+    if missing in ("log_norm", "statistics"):
+        before = None if missing == "log_norm" else log_norm
+        statistics = [None, None] if missing == "statistics" else statistics
+        with pytest.raises(ValueError, match=r"go together|has statistics"):
+            torch.ops.lineattn.kcla(x, mean, before, base, base_log_norm, maps, scores, *parameters, *statistics, *rest)
+        return
+    scores = [] if missing == "scores" else scores
+    base_log_norm = None if missing == "base_log_norm" else base_log_norm
+    statistics = [None, statistics[1]] if missing == "norm_mean" else statistics
+    small = (log_norm, log_norm, log_norm, x.new_zeros(2, 8))
+    known = (x, base, base_log_norm, maps, scores, *small)
+    with pytest.raises(ValueError, match=r"go together|has statistics|have 0 scores"):
+        torch.ops.lineattn.kcla_backward(x, None, None, None, *known, *parameters, *statistics, *rest)
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(backend: str):
     """The whole chain is one graph, with our operator in it, and trains as without a compiler."""
@@ -338,19 +376,82 @@ def test_a_state_from_elsewhere():
     assert distance(state.log_norm.grad, expected.log_norm.grad) < 1e-5
 
 
-def test_a_changed_state():
-    """The past belongs to the mean that it came with: where somebody puts in another, that one is kept."""
-    modules, outs = chain("paper", 8, (5, 4), 3, 2, 4, init="paper")
+def replaced(state: KCLAState) -> KCLAState:
+    return state._replace(mean=state.mean * 3)
+
+
+def shifted(state: KCLAState) -> KCLAState:
+    return state._replace(log_norm=state.log_norm - 2)
+
+
+def overwritten(state: KCLAState) -> KCLAState:
+    with torch.no_grad():
+        state.mean.mul_(3)
+    return state
+
+
+@pytest.mark.parametrize("change", [replaced, shifted, overwritten])
+def test_a_changed_state(change: Callable[[KCLAState], KCLAState]):
+    """The past belongs to the state that it came with: where somebody changes that, the mean itself is kept."""
+    modules, outs = chain("paper", 8, (5, 4), 4, 2, 4, init="paper")
 
     def gradients(net: nn.ModuleList, maps: list[Tensor]) -> list[Tensor]:
         maps = [x.detach().requires_grad_() for x in maps]
-        _, states = run_with_states(net[:2], maps[:2], maps[:2])
-        out, _ = net[2](maps[2], None, states[-1]._replace(mean=states[-1].mean * 3))
-        return list(torch.autograd.grad(out.sin().sum(), maps))
+        _, states = run_with_states(net[:3], maps[:3], maps[:3])
+        out, _ = net[3](maps[3], None, change(states[-1]))
+        return list(torch.autograd.grad(out.sin().sum(), maps[3:] if change is overwritten else maps))
 
     expected = gradients(copy.deepcopy(modules).double().eval(), [x.double() for x in outs])
     found = gradients(modules.eval(), outs)
     assert max(distance(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+
+
+def test_evaluation_before_training():
+    """A training step between an evaluation and its backward writes the statistics, not what has been saved."""
+    modules, outs = chain("paper", 8, (5, 4), 2, 3, 4, init="paper")
+
+    def gradients(net: nn.ModuleList, maps: list[Tensor]) -> list[Tensor]:
+        maps = [x.detach().requires_grad_() for x in maps]
+        loss = sum(run_with_states(net.train(mode), maps, maps)[0][-1].sin().sum() for mode in (False, True))
+        return list(torch.autograd.grad(loss, maps))
+
+    expected = gradients(copy.deepcopy(modules).double(), [x.double() for x in outs])
+    found = gradients(modules, outs)
+    assert max(distance(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["key.weight", "value.weight", "norm.bias", "gate.weight"])
+def test_second_derivatives_of_one_argument(name: str):
+    """Results that hang on frozen arguments alone have no graph, and are left out."""
+    modules, outs = chain("paper", 8, (4, 3), 3, 3, 4, init="paper")
+
+    def penalty(net: nn.ModuleList, maps: list[Tensor]) -> Tensor:
+        net.eval().requires_grad_(False)
+        parameter = net[1].get_parameter(name).requires_grad_()
+        found, states = run_with_states(net, maps, maps)
+        value = found[-1].sin().sum() + found[1].sin().sum() + states[-1].mean.square().sum()
+        (grad,) = torch.autograd.grad(value, parameter, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), parameter)[0]
+
+    expected = penalty(copy.deepcopy(modules).double(), [x.double() for x in outs])
+    assert distance(penalty(modules, outs), expected) < 5e-4
+
+
+def test_gradients_that_the_kernels_lack():
+    """A learned temperature goes through PyTorch."""
+    draw32 = lambda *shape: torch.randn(*shape, dtype=torch.float32)  # noqa: E731
+    parameters = (draw32(1, 1, 3), draw32(1, 1, 3), draw32(2).exp(), None, draw32(4, 1, 3, 3))
+    norm = Norm(None, draw32(4), None, None, training=False, momentum=0.0, eps=0.0)
+    x, mean, log_norm = draw32(2, 4, 5, 5), draw32(2, 4, 5, 5), draw32(2, 2)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        weights = Weights(*(None if w is None else w.to(dtype) for w in parameters))
+        weights.inv_temperature.requires_grad_()
+        offset = norm._replace(bias=norm.bias.to(dtype))
+        out, *_ = kcla(*(t.to(dtype) for t in (x, mean, log_norm)), weights=weights, form=Form(), norm=offset)
+        return torch.autograd.grad(out.sin().sum(), weights.inv_temperature)[0]
+
+    assert distance(gradient(torch.float32), gradient(torch.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("kernel", [1, 5])

@@ -305,6 +305,20 @@ def test_second_derivatives_of_the_kernels(heads: bool):
 
 
 @kernels
+def test_second_derivatives_of_the_queries_alone():
+    """The final state has no graph then."""
+    q, k, v, g = (t.detach() for t in inputs(t=9, heads=True, dtype=torch.float32)[:4])
+
+    def penalty(form: Any, *tensors: Tensor) -> Tensor:
+        q, k, v, g = tensors
+        q = q.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(form(q, k, v, g)[0].sin().sum(), q, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), q)[0]
+
+    assert error(penalty(scan, q, k, v, g), penalty(scan_loop, *(t.double() for t in (q, k, v, g)))) < 1e-5
+
+
+@kernels
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of PyTorch's own check
 @pytest.mark.parametrize(("heads", "initial"), list(itertools.product((True, False), repeat=2)))

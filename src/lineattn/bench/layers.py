@@ -158,7 +158,8 @@ def _evaluation(chain: Chain, maps: Sequence[Tensor]) -> Callable[[], object]:
 def _training_step(chain: Chain, maps: Sequence[Tensor]) -> Callable[[], object]:
     """Forward and backward, with a gradient for everything that came in, from everything that went out."""
     state = _state_before(chain, [x.clone().requires_grad_() for x in maps])
-    state = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), state)
+    leaves: dict[int, Tensor] = {}  # a tensor that stands in the state twice is still one
+    state = pytree.tree_map_only(Tensor, lambda t: leaves.setdefault(id(t), t.detach().requires_grad_()), state)
     layer, x = chain.layers[-1], maps[-1].clone().requires_grad_()
     wanted = [x, *_tensors(state), *layer.parameters()]
     cotangents: list[Tensor] = []

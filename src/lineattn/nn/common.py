@@ -102,7 +102,7 @@ def norm_data(norm: nn.Module) -> Norm | None:
     """
     if isinstance(norm, Offset):
         return Norm(None, norm.bias, None, None, training=False, momentum=0.0, eps=0.0)
-    if type(norm) is not nn.BatchNorm2d:
+    if type(norm) is not nn.BatchNorm2d or not norm.affine:
         return None
     momentum = norm.momentum
     if norm.training and norm.num_batches_tracked is not None:

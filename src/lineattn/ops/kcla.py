@@ -61,7 +61,9 @@ class Past(NamedTuple):
     .. math:: m_t = e^{\\ell_0 - \\ell_t} m_0 + \\sum_s e^{S_s - \\ell_t} x_s
 
     Attributes:
-        mean: :math:`m_t` itself, by which a state is known that somebody has changed since.
+        mean: :math:`m_t` itself; by it, ``log_norm`` and ``version`` a state is known that has been changed since.
+        log_norm: :math:`\\ell_t`.
+        version: How often the mean had been written in place.
         base: :math:`m_0`, ``(B, C, H, W)``.
         base_log_norm: :math:`\\ell_0`, ``(B, h)``.
         maps: :math:`x_s`, each like ``base``.
@@ -69,6 +71,8 @@ class Past(NamedTuple):
     """
 
     mean: Tensor
+    log_norm: Tensor
+    version: int
     base: Tensor
     base_log_norm: Tensor
     maps: tuple[Tensor, ...] = ()

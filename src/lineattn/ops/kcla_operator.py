@@ -73,6 +73,8 @@ def _native(
 ) -> bool:
     if weights.value.shape[-2:] != (3, 3) or x.numel() == 0:
         return False
+    if weights.inv_temperature.requires_grad or (drop is not None and drop.requires_grad):
+        return False  # the kernels have no gradient for these
     given = (x, mean, log_norm, *weights, *norm[:4], gain, drop)
     return native.usable(*given) or triton.usable(*given)
 
@@ -103,17 +105,19 @@ def _kcla_native(
     x, mean = _dense(x), None if mean is None else _dense(mean)
     log_norm = None if log_norm is None else log_norm.contiguous()
     parameters: list[Any] = [None if t is None else t.contiguous() for t in (*weights, norm.weight, norm.bias)]
-    statistics = (None, None) if norm.training else (norm.running_mean, norm.running_var)
+    statistics = [None if t is None or norm.training else t.contiguous() for t in norm[2:4]]
     factors = [None if t is None else t.contiguous() for t in (gain, drop)]
     constants = (form.relu, norm.training, form.clamp, form.gate_eps, norm.eps)
 
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, mean, log_norm, *parameters, gain)
     )
+    if differentiable:  # a training step before the backward would write into what has been saved
+        statistics = [None if t is None else t.clone() for t in statistics]
     rest: tuple[Any, ...] = (*parameters, *statistics, *factors, *constants)
     if differentiable or torch.compiler.is_compiling():
-        if mean is not None and log_norm is not None and (past is None or past.mean is not mean):
-            past = Past(mean, mean, log_norm)  # a state from elsewhere: its mean is kept
+        if mean is not None and log_norm is not None and not _describes(past, mean, log_norm):
+            past = Past(mean, log_norm, _version(mean), mean, log_norm)  # a state from elsewhere: its mean is kept
         kept = (None, None, [], []) if past is None else (past.base, past.base_log_norm, [*past.maps], [*past.scores])
         found = torch.ops.lineattn.kcla(x, mean, log_norm, *kept, *rest)
     else:
@@ -127,10 +131,20 @@ def _kcla_native(
     if not differentiable:
         past = None
     elif mean is None or past is None or len(past.maps) + 1 == KEEP_EVERY:
-        past = Past(after, after, total)
+        past = Past(after, total, _version(after), after, total)
     else:
-        past = Past(after, past.base, past.base_log_norm, (*past.maps, x), (*past.scores, score))
+        maps, scores = (*past.maps, x), (*past.scores, score)
+        past = Past(after, total, _version(after), past.base, past.base_log_norm, maps, scores)
     return out, after, total, past
+
+
+def _describes(past: Past | None, mean: Tensor, log_norm: Tensor) -> bool:
+    """Whether the state is the one that ``past`` came with."""
+    return past is not None and past.mean is mean and past.log_norm is log_norm and past.version == _version(mean)
+
+
+def _version(mean: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or mean.is_inference() else mean._version
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -298,7 +312,8 @@ def _second_order(
         weights=Weights(query, key, inv_temperature, mixing, value), form=Form(clamp, gate_eps, relu),
         norm=Norm(weight, bias, *running, training=training, momentum=0.0, eps=eps), gain=gain, drop=drop,
     )  # fmt: skip
-    known = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    # What is behind frozen arguments alone has no graph.
+    known = [(r, grad) for r, grad in zip(results, grads, strict=True) if grad is not None and r.requires_grad]
     wanted = (x, mean, log_norm, query, key, mixing, value, weight, bias, gain)
     asked = [t for t in wanted if t is not None and t.requires_grad]
     outputs, given = zip(*known, strict=True)

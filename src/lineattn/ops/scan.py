@@ -327,7 +327,11 @@ def _plain_gradients(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> list[Ten
     out = _chunked(q, k, v, g, state, ctx.scale)
     needed = ctx.needs_input_grad[:5]
     wanted = [t for t, need in zip(inputs, needed, strict=True) if t is not None and need]
-    found = iter(torch.autograd.grad(out, wanted, (grad_out, grad_final), create_graph=True, allow_unused=True))
+    # The final state has no graph where only the queries need a gradient.
+    results, grads = zip(
+        *((r, d) for r, d in zip(out, (grad_out, grad_final), strict=True) if r.requires_grad), strict=True
+    )
+    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 

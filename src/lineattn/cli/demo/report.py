@@ -80,9 +80,9 @@ run, for the three methods">
 <p>{mistakes_line}</p>
 {mistakes}
 <h2>What was run</h2>
-<p>{recipe} The attention starts at zero gain, so that every network begins as the plain one; the papers' drop path is off,
-since in a run this short it costs more than the attention gives. The images are the 1,797 8x8 digits that scikit-learn bundles (Alpaydin and Kaynak,
-UCI, 1998), scaled to 16x16 and split once: {split}.</p>
+<p>{recipe} The attention starts at zero gain, so that every network begins as the plain one; the papers' drop path is
+off, since in a run this short it costs more than the attention gives. The images are the 1,797 8x8 digits that
+scikit-learn bundles (Alpaydin and Kaynak, UCI, 1998), scaled to 16x16 and split once: {split}.</p>
 <p>All of it again, and one of the runs by itself (with <code>OMP_NUM_THREADS=1</code> to the last digit):</p>
 <pre>lineattn demo
 {command}</pre>

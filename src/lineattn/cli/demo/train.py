@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SEEDS = (1, 2, 3)
 METHODS = {"none": "plain", "mrla_light": "MRLA-light", "kcla": "KCLA"}
 # Depth 14: six blocks in three stages. The attention starts at zero gain, as by default: from the papers' start, KCLA
-# ends anywhere between 76 and 96 % in so few steps at this rate. The papers' drop path of 0.2 is off, since it costs more
-# in a run this short than the attention gives.
+# ends anywhere between 76 and 96 % in so few steps at this rate. The papers' drop path of 0.2 is off, since it costs
+# more in a run this short than the attention gives.
 RECIPE = {
     "model.name": "resnet14_cifar",
     "model.width": "8",

@@ -26,7 +26,7 @@ from lineattn.errors import InputError
 MODES = ("auto", "require", "off")
 
 # As `lineattn_interface` in csrc/kernels.cpp: a library left over from another version is not called.
-INTERFACE = 1
+INTERFACE = 2
 
 _CPU = torch.device("cpu")
 
@@ -59,7 +59,9 @@ def status() -> str:
         >>> isinstance(status(), str)
         True
     """
-    return f"on: {instructions()[0]}" if enabled else f"off: {_found}"
+    if not enabled:
+        return f"off: {_found}"
+    return f"on: {instructions()[0]}" + ("" if _openmp() else ", one thread (torch's OpenMP was not found)")
 
 
 def instructions() -> list[str]:
@@ -81,8 +83,12 @@ def _find() -> ctypes.CDLL | str:
     return found
 
 
+def _library_path() -> Path:
+    return Path(__file__).parent / "_kernels.so"
+
+
 def _load() -> ctypes.CDLL | str:
-    path = Path(__file__).parent / "_kernels.so"
+    path = _library_path()
     if not path.exists():
         return "the kernels were not built (install a C++ compiler, then this package again)"
     try:
@@ -94,6 +100,8 @@ def _load() -> ctypes.CDLL | str:
         return f"{path} is of another version: install this package again"
     found.lineattn_instructions.argtypes = [ctypes.c_int64]
     found.lineattn_instructions.restype = ctypes.c_char_p
+    found.lineattn_size_of.argtypes = [ctypes.c_char_p]
+    found.lineattn_size_of.restype = ctypes.c_int64
     found.lineattn_choose.argtypes = [ctypes.c_int64]
     found.lineattn_choose.restype = None
     found.lineattn_threads_from.argtypes = [ctypes.c_void_p]
@@ -129,7 +137,7 @@ def plain(tensors: Iterable[Tensor | None], device: str) -> bool:
             continue
         if type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 or t.device.type != device:
             return False
-        if t.layout != torch.strided:
+        if t.layout != torch.strided or t.is_neg():
             return False
     if torch.compiler.is_compiling():  # a compiler looks at none of what follows
         return not torch.compiler.is_exporting()
@@ -204,6 +212,16 @@ def _transpose(x: Tensor, to: Tensor, rows: int, columns: int) -> None:
     source = address("map", x, x.shape, channels_last=last)
     target = address("copy", to, x.shape, channels_last=not last)
     check(library().lineattn_transpose(source, target, len(x), rows, columns, threads()))
+
+
+def check_mirror(name: str, structure: type[ctypes.Structure]) -> None:
+    """Compares a structure of arguments with the library's own.
+
+    Raises:
+        InputError: Their sizes differ: the library is left over from another version.
+    """
+    if enabled and library().lineattn_size_of(name.encode()) != ctypes.sizeof(structure):
+        raise InputError(f"{_library_path()} is of another version ({name}): install this package again")
 
 
 def threads() -> int:

@@ -40,6 +40,8 @@ _Backward = _structure(
     "grad_x grad_mean_before grad_log_norm_before grad_query grad_key grad_mixing grad_value grad_weight grad_bias "
     "grad_gain",
 )
+native.check_mirror("KclaForward", _Forward)
+native.check_mirror("KclaBackward", _Backward)
 
 
 def forward(
@@ -78,9 +80,8 @@ def forward(
     log_norm_out, score, pooled = x.new_empty(b, h), x.new_empty(b, h), x.new_empty(b, c)
     batch_mean, batch_var = (x.new_empty(c if training else 0) for _ in range(2))
     of_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    if weight is None and training:
-        raise ValueError("a norm without a weight has no statistics to train")
-    assert training or weight is None or (running_mean is not None and running_var is not None)
+    _together("mean and log_norm", mean, log_norm)
+    _norm_is_whole(weight, training, running_mean, running_var)
     arguments = _Forward(
         **sizes, relu=relu, training=training, threads=native.threads(), **_numbers(clamp, gate_eps, norm_eps),
         **_maps(x.shape, x=x, mean=mean, out=out, mean_out=None if mean is None else mean_out),
@@ -145,9 +146,12 @@ def backward(
     of_mean = {name: grads[name] for name in ("grad_x", "grad_mean_before")}
     of_channel = {name: grads[name] for name in ("grad_weight", "grad_bias", "grad_gain")}
     maps = [native.channels_last(one) for one in maps]
+    _together("base, base_log_norm and log_norm_before", base, base_log_norm, log_norm_before)
+    _norm_is_whole(weight, False, norm_mean, norm_var)
+    if len(maps) != len(scores):
+        raise ValueError(f"{len(maps)} maps have {len(scores)} scores")
     past = [native.address("maps", one, x.shape, channels_last=True) for one in maps]
     weighed = [native.address("scores", one, (b, h)) for one in scores]
-    assert len(past) == len(weighed)
     arguments = _Backward(
         **sizes, past=len(past), relu=relu, training=training, threads=native.threads(),
         **_numbers(clamp, gate_eps, norm_eps),
@@ -177,6 +181,18 @@ def _sizes(x: Tensor, query: Tensor, key: Tensor, inv_temperature: Tensor) -> di
         raise ValueError(f"a map of shape {tuple(x.shape)} can't be cut into {len(inv_temperature)} heads")
     taps = query.numel(), key.numel()
     return dict(zip(_SIZES, (batch, channels, height, width, len(inv_temperature), *taps), strict=True))
+
+
+def _together(names: str, *tensors: Tensor | None) -> None:
+    if len({t is None for t in tensors}) > 1:
+        raise ValueError(f"{names} go together: all are given, or none")
+
+
+def _norm_is_whole(weight: Tensor | None, training: bool, mean: Tensor | None, var: Tensor | None) -> None:
+    if weight is None and training:
+        raise ValueError("a norm without a weight has no statistics to train")
+    if weight is not None and not training and (mean is None or var is None):
+        raise ValueError("a norm with a weight has statistics")
 
 
 def _numbers(clamp: float | None, gate_eps: float, norm_eps: float) -> dict[str, float]:

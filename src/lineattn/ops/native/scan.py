@@ -20,6 +20,8 @@ def _structure(pointers: str) -> type[ctypes.Structure]:
 # In the order of csrc/scan.h.
 _Forward = _structure("q k v g initial out final")
 _Backward = _structure("q k v g initial grad_out grad_final grad_q grad_k grad_v grad_g grad_initial")
+native.check_mirror("ScanForward", _Forward)
+native.check_mirror("ScanBackward", _Backward)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

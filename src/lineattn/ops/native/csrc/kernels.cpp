@@ -1,11 +1,12 @@
 // The library: every kernel once for each instruction set, and a C interface that picks one at run time.
 
-#include "kcla.h"
-#include "scan.h"
+#include <string.h>
 
 #include "address.h"
+#include "kcla.h"
 #include "memory.h"
 #include "parallel.h"
+#include "scan.h"
 #include "vector.h"
 
 #define INLINE_LAMBDA __attribute__((always_inline))
@@ -88,6 +89,9 @@ static bool runs_here(int64_t i) {
 }
 
 static int64_t best() {
+#ifdef LINEATTN_X86
+    __builtin_cpu_init();
+#endif
     int64_t i = 0;
     while (!runs_here(i)) ++i;
     return i;
@@ -100,7 +104,7 @@ static int64_t chosen = best();
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of a signature or a structure.
-EXPORT int64_t lineattn_interface() { return 1; }
+EXPORT int64_t lineattn_interface() { return 2; }
 
 // The name of instruction set `i` that this processor has, or null; the first is the one in use at the start.
 EXPORT const char *lineattn_instructions(int64_t i) {
@@ -110,6 +114,15 @@ EXPORT const char *lineattn_instructions(int64_t i) {
 
 // Takes instruction set `i` of those; for tests.
 EXPORT void lineattn_choose(int64_t i) { lineattn::chosen = lineattn::best() + i; }
+
+// The size of a structure of arguments, or 0; what mirrors it must be as large.
+EXPORT int64_t lineattn_size_of(const char *name) {
+    if (!strcmp(name, "KclaForward")) return sizeof(lineattn::KclaForward);
+    if (!strcmp(name, "KclaBackward")) return sizeof(lineattn::KclaBackward);
+    if (!strcmp(name, "ScanForward")) return sizeof(lineattn::ScanForward);
+    if (!strcmp(name, "ScanBackward")) return sizeof(lineattn::ScanBackward);
+    return 0;
+}
 
 EXPORT void lineattn_threads_from(lineattn::Fork fork) { lineattn::fork_threads = fork; }
 

@@ -42,7 +42,10 @@ class Memory {
 };
 
 // Maps of so many bytes are written past the caches.
-constexpr int64_t kStreamed = int64_t(16) << 20;
+#ifndef LINEATTN_STREAMED
+#define LINEATTN_STREAMED (int64_t(16) << 20)
+#endif
+constexpr int64_t kStreamed = LINEATTN_STREAMED;
 
 // Bands of rows an image: one where there are images enough, else so many that threads have something to share. It
 // depends on the sizes alone, so that results don't depend on the number of threads.

@@ -13,7 +13,7 @@ typedef void (*Fork)(void (*body)(void *), void *argument, unsigned threads, uns
 // GOMP_parallel of the runtime, or null.
 extern Fork fork_threads;
 
-// One item of a job; `slot` numbers the thread, for scratch memory of its own.
+// One item of a job; `slot` numbers the thread, from 0 to less than the threads asked for: scratch memory of its own.
 typedef void (*Item)(void *job, int64_t item, int slot);
 
 struct Team {
