@@ -285,9 +285,9 @@ def test_opcheck_of_the_backward(training: bool, start: bool):
     kept, parameters, statistics, factors, constants = rest[:4], rest[4:11], rest[11:13], rest[13:15], rest[15:]
     with torch.no_grad():
         found = torch.ops.lineattn.kcla(x, mean, log_norm, *kept, *parameters, *statistics, *factors, *constants)
-    _, after, total, score, pooled, *batch = found
+    _, after, total, _, pooled, *batch = found
     grads = (torch.randn_like(x), None if start else torch.randn_like(after), torch.randn_like(total), None)
-    known = (x, *kept, log_norm, total, score, pooled)
+    known = (x, *kept, log_norm, total, pooled)
     statistics = batch if training else statistics
     given = (*grads, *known, *parameters, *statistics, *factors, *constants)
     torch.library.opcheck(torch.ops.lineattn.kcla_backward, given)
@@ -308,7 +308,7 @@ def test_arguments_that_go_together(missing: str):
     scores = [] if missing == "scores" else scores
     base_log_norm = None if missing == "base_log_norm" else base_log_norm
     statistics = [None, statistics[1]] if missing == "norm_mean" else statistics
-    small = (log_norm, log_norm, log_norm, x.new_zeros(2, 8))
+    small = (log_norm, log_norm, x.new_zeros(2, 8))
     known = (x, base, base_log_norm, maps, scores, *small)
     with pytest.raises(ValueError, match=r"go together|has statistics|have 0 scores"):
         torch.ops.lineattn.kcla_backward(x, None, None, None, *known, *parameters, *statistics, *rest)

@@ -206,7 +206,6 @@ def _backward_operator(
     scores: Sequence[Tensor],
     log_norm_before: Tensor | None,
     log_norm: Tensor,
-    score: Tensor,
     pooled: Tensor,
     query: Tensor,
     key: Tensor,
@@ -231,14 +230,14 @@ def _backward_operator(
     grad_score = None if grad_score is None else grad_score.contiguous()
     return _kernels(x).backward(
         grad_out, grad_mean, grad_log_norm, grad_score, x, base, base_log_norm, maps, scores, log_norm_before, log_norm,
-        score, pooled, query, key, inv_temperature, mixing, value, weight, bias, norm_mean, norm_var, gain, drop, relu,
+        pooled, query, key, inv_temperature, mixing, value, weight, bias, norm_mean, norm_var, gain, drop, relu,
         training, clamp, gate_eps, norm_eps,
     )  # fmt: skip
 
 
 @_backward_operator.register_fake
 def _(grad_out, grad_mean, grad_log_norm, grad_score, x, base, base_log_norm, *rest):  # noqa: ANN001, ANN002, ANN202
-    query, key, _, mixing, value, weight, bias, _, _, gain = rest[6:16]
+    query, key, _, mixing, value, weight, bias, _, _, gain = rest[5:15]
     of_mean = x.new_empty(0) if base is None else torch.empty_like(x, memory_format=torch.channels_last)
     like = (base_log_norm, query, key, mixing, value, weight, bias, gain)
     return torch.empty_like(x), of_mean, *(x.new_empty(0) if t is None else torch.empty_like(t) for t in like)
@@ -248,12 +247,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     x, mean, log_norm, base, base_log_norm, maps, scores, *parameters = inputs
     parameters, statistics, factors, constants = parameters[:7], parameters[7:9], parameters[9:11], parameters[11:]
-    _, _, log_norm_out, score, pooled, *batch = output
+    _, _, log_norm_out, _, pooled, *batch = output
     training = constants[1]
     ctx.constants, ctx.past = constants, len(maps)
     ctx.first = mean is None
     ctx.save_for_backward(
-        x, base, base_log_norm, log_norm, log_norm_out, score, pooled, *parameters,
+        x, base, base_log_norm, log_norm, log_norm_out, pooled, *parameters,
         *(batch if training else statistics), *factors, *maps, *scores,
     )  # fmt: skip
     ctx.mark_non_differentiable(pooled, *batch)
@@ -264,9 +263,9 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if ctx.first:
         grad_mean = None
     saved = ctx.saved_tensors
-    x, base, base_log_norm, before, log_norm, score, pooled = saved[:7]
-    parameters, statistics, factors = saved[7:14], saved[14:16], saved[16:18]
-    maps, scores = list(saved[18 : 18 + ctx.past]), list(saved[18 + ctx.past :])
+    x, base, base_log_norm, before, log_norm, pooled = saved[:6]
+    parameters, statistics, factors = saved[6:13], saved[13:15], saved[15:17]
+    maps, scores = list(saved[17 : 17 + ctx.past]), list(saved[17 + ctx.past :])
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         mean = None if base is None else _mean([base, *maps], [base_log_norm, *scores], before)
         arguments = (x, mean, before, *parameters, *factors)
@@ -276,7 +275,7 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             grad_out = torch.zeros_like(x)
         found = torch.ops.lineattn.kcla_backward(
             grad_out, grad_mean, grad_log_norm, grad_score, x, base, base_log_norm, maps, scores, before, log_norm,
-            score, pooled, *parameters, *statistics, *factors, *ctx.constants,
+            pooled, *parameters, *statistics, *factors, *ctx.constants,
         )  # fmt: skip
         query, _, _, mixing, _, weight, *_ = parameters
         there = (x, base, before, query, query, mixing, query, weight, query, factors[0])

@@ -180,7 +180,7 @@ void kcla_backward(Case &c) {
     const float **maps = c.take<const float *>(p.past), **scores = c.take<const float *>(p.past);
     for (int64_t k = 0; k < p.past; ++k) maps[k] = c.input(map), scores[k] = c.input(of_head);
     p.maps = maps, p.scores = scores;
-    p.log_norm = c.input(of_head), p.score = c.input(of_head), p.pooled = c.input(p.batch * p.channels);
+    p.log_norm = c.input(of_head), p.pooled = c.input(p.batch * p.channels);
     if (p.weight) {
         p.norm_mean = c.input(p.channels), p.norm_var = c.input(p.channels, 0.1f, 2);
         p.grad_weight = c.output(p.channels);

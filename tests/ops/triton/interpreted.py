@@ -76,7 +76,7 @@ def run(kernels: Any, given: dict[str, Any]) -> dict[str, Tensor]:
     norm = found[5:] if given["training"] else (given["running_mean"], given["running_var"])
     past = [given[name] for name in ("x", "base", "base_log_norm", "maps", "scores", "log_norm")]
     parameters = arguments(given)[3:]
-    answers = kernels.backward(*given["grads"], *past, *found[2:5], *parameters[:7], *norm, *parameters[9:])
+    answers = kernels.backward(*given["grads"], *past, found[2], found[4], *parameters[:7], *norm, *parameters[9:])
     names = ("x", "mean", "log_norm", "query", "key", "mixing", "value", "weight", "bias", "gain")
     return results | {f"grad of {name}": grad for name, grad in zip(names, answers, strict=True)}
 

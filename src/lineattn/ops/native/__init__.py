@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from lineattn.errors import InputError
 MODES = ("auto", "require", "off")
 
 # As `lineattn_interface` in csrc/kernels.cpp: a library left over from another version is not called.
-INTERFACE = 2
+INTERFACE = 3
 
 _CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def usable(*tensors: Tensor | None) -> bool:
     return enabled and plain(tensors, "cpu")
 
 
-def plain(tensors: Iterable[Tensor | None], device: str) -> bool:
+def plain(tensors: Sequence[Tensor | None], device: str) -> bool:
     """Whether these are plain float32 tensors on a type of device, and nobody has to see PyTorch's own operators.
 
     A tracer has to (export, jit), a transform of `torch.func`, forward-mode differentiation and a dispatch mode (which
@@ -137,11 +137,11 @@ def plain(tensors: Iterable[Tensor | None], device: str) -> bool:
             continue
         if type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 or t.device.type != device:
             return False
-        if t.layout != torch.strided or t.is_neg():
+        if t.layout != torch.strided:
             return False
     if torch.compiler.is_compiling():  # a compiler looks at none of what follows
         return not torch.compiler.is_exporting()
-    return not _watched()
+    return not _watched() and not any(t.is_neg() for t in tensors if t is not None)
 
 
 def _watched() -> bool:

@@ -35,7 +35,7 @@ _Forward = _structure(
 )
 _Backward = _structure(
     [*_SIZES, "past", *_FLAGS],
-    "grad_out grad_mean grad_log_norm grad_score x base base_log_norm maps scores log_norm_before log_norm score "
+    "grad_out grad_mean grad_log_norm grad_score x base base_log_norm maps scores log_norm_before log_norm "
     "pooled query key inv_temperature mixing value weight bias norm_mean norm_var gain drop "
     "grad_x grad_mean_before grad_log_norm_before grad_query grad_key grad_mixing grad_value grad_weight grad_bias "
     "grad_gain",
@@ -108,7 +108,6 @@ def backward(
     scores: Sequence[Tensor],
     log_norm_before: Tensor | None,
     log_norm: Tensor,
-    score: Tensor,
     pooled: Tensor,
     query: Tensor,
     key: Tensor,
@@ -157,7 +156,7 @@ def backward(
         **_numbers(clamp, gate_eps, norm_eps),
         **_maps(x.shape, grad_out=grad_out, grad_mean=grad_mean, x=x, base=base, **of_mean),
         **_dense((b, h), grad_log_norm=grad_log_norm, grad_score=grad_score, base_log_norm=base_log_norm),
-        **_dense((b, h), log_norm_before=log_norm_before, log_norm=log_norm, score=score),
+        **_dense((b, h), log_norm_before=log_norm_before, log_norm=log_norm),
         **_dense((b, h), grad_log_norm_before=grads["grad_log_norm_before"]),
         maps=ctypes.cast((ctypes.c_void_p * len(past))(*past), ctypes.c_void_p),
         scores=ctypes.cast((ctypes.c_void_p * len(past))(*weighed), ctypes.c_void_p),

@@ -101,7 +101,6 @@ def backward(
     scores: Sequence[Tensor],
     log_norm_before: Tensor | None,
     log_norm: Tensor,
-    score: Tensor,
     pooled: Tensor,
     query: Tensor,
     key: Tensor,
@@ -131,7 +130,7 @@ def backward(
     for one, its_score in zip(maps, scores, strict=True):
         _check(x, x.shape, channels_last=True, maps=one)
         _check(x, (b, count), scores=its_score)
-    _check(x, (b, count), grad_log_norm=grad_log_norm, grad_score=grad_score, log_norm=log_norm, score=score)
+    _check(x, (b, count), grad_log_norm=grad_log_norm, grad_score=grad_score, log_norm=log_norm)
     _check(x, (b, count), base_log_norm=base_log_norm, log_norm_before=log_norm_before)
     _check(x, (c,), weight=weight, bias=bias, norm_mean=norm_mean, norm_var=norm_var, gain=gain)
     _check(x, (b,), drop=drop)

@@ -44,7 +44,7 @@ struct KclaBackward {
     const float *const *maps;           // `past` maps (B, H, W, C) written since
     const float *const *scores;         // their scores (B, h)
     const float *log_norm_before;       // (B, h), or null at the start
-    const float *log_norm, *score, *pooled;
+    const float *log_norm, *pooled;
     const float *query, *key, *inv_temperature, *mixing, *value, *weight, *bias;
     const float *norm_mean, *norm_var;  // (C,), of the batch in training
     const float *gain, *drop;
