@@ -84,6 +84,7 @@ class ImageData(LightningDataModule):
         self.on_error: OnError = on_error
         self.image_size = usual.image_size if image_size is None else image_size
         self.channels = usual.channels if channels is None else channels
+        require(self.channels in (1, 3), "data.channels", self.channels, "1 or 3")
         large = self.image_size >= 96
         small_folder = self.name == "folder" and not large
         self.augment: Augment = augment or ("pad_crop" if small_folder else usual.augment)
@@ -97,7 +98,6 @@ class ImageData(LightningDataModule):
         self._splits: Splits | None = None
 
     def _check_ranges(self) -> None:
-        require(self.channels in (1, 3), "data.channels", self.channels, "1 or 3")
         require(self.batch_size >= 1, "data.batch_size", self.batch_size, "1 or more")
         require((self.num_workers or 0) >= 0, "data.num_workers", self.num_workers, "0 or more")
         require(self.image_size >= 1, "data.image_size", self.image_size, "1 or more")
