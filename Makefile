@@ -49,7 +49,7 @@ imports: .venv/.installed-dev
 	$(BIN)/lint-imports
 
 # No tracked file changes before all have noted the commit that they measure.
-results: .venv/.installed-dev ## measure again what the README's tables show, and write them (half an hour, idle machine)
+results: .venv/.installed-dev ## measure again what the README's tables show, and write them (ten minutes, idle machine)
 	rm -rf runs/results
 	$(RUN)/lineattn demo --out runs/results
 	for subject in depth scan memory decode; do $(RUN)/lineattn bench $$subject --out runs/results || exit; done

@@ -193,46 +193,23 @@ def _(x, mean, log_norm, *arguments):  # noqa: ANN001, ANN002, ANN202
     return torch.empty_like(x), state, *small, x.new_empty(of_channel), x.new_empty(of_channel)
 
 
-@torch.library.custom_op("lineattn::kcla_backward", mutates_args=(), device_types=("cpu", "cuda"))
-def _backward_operator(
+@torch.library.custom_op(
+    "lineattn::kcla_backward",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema=torch.library.infer_schema(kernels.backward, mutates_args=()),
+)
+def _backward_operator(  # the arguments of the kernels' backward, whose gradients may have any strides here
     grad_out: Tensor,
     grad_mean: Tensor | None,
     grad_log_norm: Tensor | None,
     grad_score: Tensor | None,
     x: Tensor,
-    base: Tensor | None,
-    base_log_norm: Tensor | None,
-    maps: Sequence[Tensor],
-    scores: Sequence[Tensor],
-    log_norm_before: Tensor | None,
-    log_norm: Tensor,
-    pooled: Tensor,
-    query: Tensor,
-    key: Tensor,
-    inv_temperature: Tensor,
-    mixing: Tensor | None,
-    value: Tensor,
-    weight: Tensor | None,
-    bias: Tensor,
-    norm_mean: Tensor | None,
-    norm_var: Tensor | None,
-    gain: Tensor | None,
-    drop: Tensor | None,
-    relu: bool,
-    training: bool,
-    clamp: float | None,
-    gate_eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_out = _dense(grad_out)
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     grad_mean = None if grad_mean is None else _dense(grad_mean)
-    grad_log_norm = None if grad_log_norm is None else grad_log_norm.contiguous()
-    grad_score = None if grad_score is None else grad_score.contiguous()
-    return _kernels(x).backward(
-        grad_out, grad_mean, grad_log_norm, grad_score, x, base, base_log_norm, maps, scores, log_norm_before, log_norm,
-        pooled, query, key, inv_temperature, mixing, value, weight, bias, norm_mean, norm_var, gain, drop, relu,
-        training, clamp, gate_eps, norm_eps,
-    )  # fmt: skip
+    of_heads = (None if t is None else t.contiguous() for t in (grad_log_norm, grad_score))
+    return _kernels(x).backward(_dense(grad_out), grad_mean, *of_heads, x, *rest)
 
 
 @_backward_operator.register_fake

@@ -47,9 +47,14 @@ namespace avx2 {
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC pop_options
+#endif
+
+#ifndef LINEATTN_NO_AVX512  // left out where a test compiles for this processor alone
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512vl,avx2,fma")
 #endif
@@ -64,28 +69,33 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 #endif
+#endif
 
+// An instruction set: its name, whether this processor has it, its kernels.
 struct Choice {
     const char *name;
+    bool (*here)();
     Kernels kernels;
 };
 
+// The best comes first; the last one runs everywhere.
 static const Choice kChoices[] = {
 #ifdef LINEATTN_X86
-    {"avx512", avx512::kernels()},
-    {"avx2", avx2::kernels()},
+#ifndef LINEATTN_NO_AVX512
+    {"avx512",
+     [] {
+         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                __builtin_cpu_supports("avx512vl");
+     },
+     avx512::kernels()},
 #endif
-    {"portable", portable::kernels()},
+    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::kernels()},
+#endif
+    {"portable", [] { return true; }, portable::kernels()},
 };
 
 static bool runs_here(int64_t i) {
-#ifdef LINEATTN_X86
-    if (i == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vl");
-    if (i == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-    return i < static_cast<int64_t>(sizeof kChoices / sizeof *kChoices);
+    return i < static_cast<int64_t>(sizeof kChoices / sizeof *kChoices) && kChoices[i].here();
 }
 
 static int64_t best() {
