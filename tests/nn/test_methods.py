@@ -321,7 +321,6 @@ def test_channels_last(case: Case):
         (Site(8), {"head_dim": 0}, "head_dim=0"),
         (Site(8), {"head_dim": 4, "drop_path": 1.0}, "drop_path is 1.0"),
         (Site(8), {"head_dim": 4, "init": "zero"}, "init is 'zero'"),
-        (Site(8, layout="NLC"), {"head_dim": 4}, "takes maps"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -38,7 +38,7 @@ def attach(
     device only shapes can be compared.
 
     Args:
-        net: A network of a family that has a plan: CIFAR ResNets and torchvision's. Its modules are shared.
+        net: A network of a family that has a plan, see `lineattn.hosts.plans`. Its modules are shared.
         method: Registry name of the method, or its class.
         init: ``identity`` leaves the network's outputs as they are until it is trained; ``paper`` starts as published.
         scope: Reach of the state: ``carry`` through the network, ``per_stage``, ``every=k`` blocks of a stage, or
@@ -62,21 +62,29 @@ def attach(
     cls, name = (
         (registry.get(method, axis="depth").cls, method) if isinstance(method, str) else (method, method.__name__)
     )
+    if any(isinstance(module, DepthHost) for module in net.modules()):
+        raise InputError(
+            f"the network already has attention over depth ({name} can't be attached a second time); attach to its "
+            "backbone, host.backbone, for another method"
+        )
     plan = plans.find(net)
     reach = StateScope.parse(scope, carries=cls.carries)
     takes_head_dim = "head_dim" in _known_arguments(cls, name, method_args)
     if copy:
         net = copying.deepcopy(net)
 
-    probe = _probe(net, plan.probe_size)
+    probe = _probe(net, plan.probe_side(net))
     walked = prove(net, plan, probe, split=False)
     modules = {}
-    for path, site in derive(walked, reach, carries=cls.carries).items():
+    for path, site in derive(walked, reach, carries=cls.carries, norm=plan.norm).items():
         defaults = {"head_dim": math.gcd(plan.head_dim, site.channels)} if takes_head_dim else {}
         modules[path] = cls(site, init=init, **(defaults | method_args))
     host = DepthHost(net, plan, modules, _feature_info(walked, probe))
-    if host.needs_shortcut:
-        prove(net, plan, probe, split=True)
+    if host.needs_split:
+        try:
+            prove(net, plan, probe, split=True)
+        except Unsplittable as error:
+            raise InputError(f"{error}, which {name} needs; methods that don't: {', '.join(_unsplit())}") from error
     like = next(net.parameters())
     host.sites.to(device=like.device, dtype=like.dtype).train(net.training)
     host.training = net.training
@@ -100,16 +108,18 @@ def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> list[tup
     """
     walked: list[tuple[Step, torch.Size]] = []
     with _evaluating(net), torch.no_grad():
-        steps = list(plan.steps(net))
+        steps, size = list(plan.steps(net)), (probe.shape[2], probe.shape[3])
         logits, outputs, ran = _run_plain(net, steps, probe)
         with _recording(net) as ran_walked, _same_draws(probe):
             x = probe
             for step in steps:
                 x = _walk_step(step, x, split)
+                if not isinstance(step.module, nn.Module):
+                    continue
                 if step.path not in outputs:
                     raise InputError(f"{_name(net)}: its forward never calls {step.path!r}, which a {plan.family} does")
                 _compare(x, outputs[step.path], f"{_name(net)}: {step.path!r} is the first step that puts out", plan)
-                walked.append((step, x.shape))
+                walked.append((step, step.show(x, size).shape))
             _compare(plan.head(net, x, False), logits, f"{_name(net)}: after the last step, the head puts out", plan)
     if extra := sorted(ran - ran_walked):
         raise InputError(f"{_name(net)}: its forward calls {extra[0]!r}, which a {plan.family} has not; write a plan")
@@ -120,7 +130,7 @@ def _walk_step(step: Step, x: Tensor, split: bool) -> Tensor:
     if not (split and step.site):
         return step.module(x)
     if step.split is None:
-        raise InputError(f"{step.path!r} can't be split into branch and shortcut, which this method needs")
+        raise Unsplittable(f"{step.path!r} can't be split into branch and shortcut")
     return run_split(step.split, step.module, x)[0]
 
 
@@ -134,7 +144,8 @@ def _run_plain(net: nn.Module, steps: list[Step], probe: Tensor) -> tuple[Tensor
 
     with ExitStack() as stack:
         for step in steps:
-            stack.callback(step.module.register_forward_hook(partial(keep, step.path)).remove)
+            if isinstance(step.module, nn.Module):
+                stack.callback(step.module.register_forward_hook(partial(keep, step.path)).remove)
         ran = stack.enter_context(_recording(net))
         stack.enter_context(_same_draws(probe))
         return net(probe), outputs, ran
@@ -206,8 +217,18 @@ def _feature_info(walked: list[tuple[Step, torch.Size]], probe: Tensor) -> list[
     return [
         {"num_chs": shape[1], "reduction": probe.shape[2] // shape[2], "module": f"backbone.{step.path}"}
         for step, shape in walked
-        if step.stage_end
+        if step.is_feature
     ]
+
+
+class Unsplittable(InputError):
+    """A method needs a block's branch, and the family's blocks can't be split."""
+
+
+def _unsplit() -> list[str]:
+    """Methods that stand behind any block, whatever is in it."""
+    cards = map(registry.get, registry.list_methods("depth"))
+    return [card.name for card in cards if card.cls.position == "after" and card.cls.needs_shortcut is False]
 
 
 def _known_arguments(cls: type[DepthAttention], name: str, given: dict[str, Any]) -> set[str]:

@@ -52,7 +52,7 @@ class DepthHost(nn.Module):
         self.sites = nn.ModuleDict({site_key(path): module for path, module in sites.items()})
         self.plan = plan
         self.feature_info = [dict(info) for info in feature_info]
-        self.needs_shortcut = any(module.needs_shortcut for module in sites.values())
+        self.needs_split = any(module.needs_split for module in sites.values())
         self.grad_checkpointing = False
         self._starts = frozenset(site_key(path) for path, module in sites.items() if module.site.entry == "start")
 
@@ -169,7 +169,8 @@ class DepthHost(nn.Module):
 
         A site is in the group of the block that it stands behind; the head is in none, which is the last.
         """
-        groups: dict[str, list[tuple[str, tuple[int]]]] = {"stem": [], "blocks": []}
+        stem = [(rf"^backbone\.{name}$", (0,)) for name in self.plan.stem]
+        groups: dict[str, list[tuple[str, tuple[int]]]] = {"stem": stem, "blocks": []}
         stage = block = 0
         for step in self.plan.steps(self.backbone):
             path, key = step.path.replace(".", r"\."), site_key(step.path)
@@ -215,36 +216,45 @@ class DepthHost(nn.Module):
         return f"plan={self.plan.family!r}, sites={len(self.sites)}"
 
     def _walk(self, x: Tensor, keep: Sequence[int], stop: int | None = None) -> tuple[Tensor, list[Tensor]]:
-        """The last map, and those of the stages in ``keep``."""
+        """What the head reads, and the maps of the pyramid that are in ``keep``."""
         maps: list[Tensor] = []
         state: Any = None
-        stage = 0
+        level, size = 0, (x.shape[2], x.shape[3])
         checkpoint = self.grad_checkpointing and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         for step in self.plan.steps(self.backbone):
             if checkpoint and step.site:
-                x, state = checkpointed(self._step, self._modules_at(step), step, x, state)
+                x, state = checkpointed(self._step, self._modules_at(step), step, x, size, state)
             else:
-                x, state = self._step(step, x, state)
-            if step.stage_end:
-                if stage in keep:
-                    maps.append(x)
-                if stage == stop:
+                x, state = self._step(step, x, size, state)
+            if step.is_feature:
+                if level in keep:
+                    maps.append(step.show(x, size))
+                if level == stop:
                     break
-                stage += 1
+                level += 1
         return x, maps
 
-    def _step(self, step: Step, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One step, and what stands behind it."""
+    def _step(self, step: Step, x: Tensor, size: tuple[int, int], state: Any) -> tuple[Tensor, Any]:
+        """One step, and what stands at it."""
         key = site_key(step.path)
         if not step.site or key not in self.sites:
             return step.module(x), state
+        method = cast(DepthAttention, self.sites[key])
         if key in self._starts:
             state = None
-        if self.needs_shortcut and step.split is not None:
+        if step.split is None or not self.needs_split:
+            out = step.module(x)
+            maps, state = method(step.show(out, size), None, state)
+        elif method.position == "branch":
+            branch, shortcut, act = step.split(cast(nn.Module, step.module), x)
+            maps, state = method(step.show(branch, size), step.show(shortcut, size), state)
+            return act(step.put_back(branch, maps) + shortcut), state
+        else:
             out, shortcut = run_split(step.split, step.module, x)
-            return self.sites[key](out, shortcut, state)
-        return self.sites[key](step.module(x), None, state)
+            maps, state = method(step.show(out, size), step.show(shortcut, size), state)
+        return step.put_back(out, maps), state
 
     def _modules_at(self, step: Step) -> list[nn.Module]:
         key = site_key(step.path)
-        return [step.module, self.sites[key]] if key in self.sites else [step.module]
+        modules = [step.module] if isinstance(step.module, nn.Module) else []
+        return [*modules, self.sites[key]] if key in self.sites else modules

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.fx.proxy import TraceError
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 
-def fold_batch_norms(steps: Sequence[nn.Module], root: nn.Module) -> None:
+def fold_batch_norms(steps: Sequence[Callable[[Tensor], Tensor]], root: nn.Module) -> None:
     """Replaces each convolution that feeds one batch norm by the two together, and the batch norm by an identity.
 
     .. math:: W' = W \\gamma / \\sigma, \\qquad b' = \\beta + (b - \\mu) \\gamma / \\sigma
@@ -20,7 +21,7 @@ def fold_batch_norms(steps: Sequence[nn.Module], root: nn.Module) -> None:
     Splits and plans go on working, since no module changes its place. What can't be traced stays as it is.
 
     Args:
-        steps: Modules that are called one after the other, in evaluation mode.
+        steps: Modules and functions that are called one after the other, in evaluation mode.
         root: The network that holds them.
     """
     paths = {id(module): path for path, module in root.named_modules(remove_duplicate=False)}
@@ -31,11 +32,11 @@ def fold_batch_norms(steps: Sequence[nn.Module], root: nn.Module) -> None:
             root.set_submodule(paths[id(norm)], nn.Identity())
 
 
-def _pairs(steps: Sequence[nn.Module]) -> list[tuple[nn.Conv2d, nn.BatchNorm2d]]:
+def _pairs(steps: Sequence[Callable[[Tensor], Tensor]]) -> list[tuple[nn.Conv2d, nn.BatchNorm2d]]:
     """Convolutions whose output goes to one batch norm and nowhere else."""
-    found: list[tuple[nn.Module, nn.Module]] = list(pairwise(steps))
+    found: list[tuple[Any, Any]] = list(pairwise(steps))
     for step in steps:
-        if not any(step.children()):
+        if not isinstance(step, nn.Module) or not any(step.children()):
             continue
         try:
             graph = symbolic_trace(step)

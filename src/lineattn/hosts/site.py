@@ -65,13 +65,20 @@ class StateScope:
         return index in self.anchors or (self.every is not None and index % self.every == 0)
 
 
-def derive(walked: Iterable[tuple[Step, torch.Size]], scope: StateScope, *, carries: bool) -> dict[str, Site]:
+def derive(
+    walked: Iterable[tuple[Step, torch.Size]],
+    scope: StateScope,
+    *,
+    carries: bool,
+    norm: Literal["batch", "layer"] = "batch",
+) -> dict[str, Site]:
     """The sites of a network, by path, from the shapes that its steps put out.
 
     Args:
-        walked: The steps and the shapes of their outputs.
+        walked: The steps and the shapes of their outputs, as maps.
         scope: How far the state reaches.
         carries: Whether a stretch that ends is summed up for the next one or forgotten.
+        norm: How the network normalises.
     """
     sites: dict[str, Site] = {}
     stage = index = 0
@@ -86,7 +93,7 @@ def derive(walked: Iterable[tuple[Step, torch.Size]], scope: StateScope, *, carr
                 entry = "transition" if carries else "start"
             if before is not None and entry == "transition":
                 previous, stride = before[1], round(before[2] / shape[2])
-            sites[step.path] = Site(shape[1], stage, index, entry, previous, stride)
+            sites[step.path] = Site(shape[1], stage, index, entry, previous, stride, norm)
             before, index = shape, index + 1
         if step.stage_end:
             stage, index = stage + 1, 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from torch import Tensor, nn
 
@@ -20,22 +20,54 @@ training too. The branch is a fresh tensor: the host adds to it in place, as the
 
 
 @dataclass(frozen=True)
+class Maps:
+    """How what a step puts out is seen as maps ``(B, C, H, W)``, where it isn't one.
+
+    Attributes:
+        of: ``of(x, size)`` shows ``x`` as maps, if possible without copying; ``size`` is that of the network's input.
+        back: ``back(x, maps)`` is ``x`` with other maps in it; what isn't part of the maps (a class token) stays.
+    """
+
+    of: Callable[[Tensor, tuple[int, int]], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]
+
+
+NHWC = Maps(of=lambda x, size: x.permute(0, 3, 1, 2), back=lambda x, maps: maps.permute(0, 2, 3, 1))
+
+
+@dataclass(frozen=True)
 class Step:
     """One step of a network's forward pass.
 
     Attributes:
-        path: Name of the module in the network, ``layer1.0``.
-        module: The module.
-        site: Whether a method may stand behind it.
-        stage_end: Whether its output is a map of the feature pyramid.
+        path: Name of the module in the network, ``layer1.0``; a name for messages where it is no module.
+        module: The module, or a function of the network (adding position embeddings).
+        site: Whether a method may stand at it.
+        stage_end: Whether a stage ends here: width or resolution change behind it.
         split: How the module falls into residual branch and shortcut, where it does.
+        maps: How its output is seen as maps; ``None`` where it is one.
+        feature: Whether its output is a map of the feature pyramid; by default where a stage ends.
     """
 
     path: str
-    module: nn.Module
+    module: Callable[[Tensor], Tensor]
     site: bool = False
     stage_end: bool = False
     split: Split | None = None
+    maps: Maps | None = None
+    feature: bool | None = None
+
+    @property
+    def is_feature(self) -> bool:
+        return self.stage_end if self.feature is None else self.feature
+
+    def show(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """``x``, which is shaped like the step's output, as maps."""
+        return x if self.maps is None else self.maps.of(x, size)
+
+    def put_back(self, x: Tensor, maps: Tensor) -> Tensor:
+        """``x`` with other maps in it."""
+        return maps if self.maps is None else self.maps.back(x, maps)
 
 
 @dataclass(frozen=True)
@@ -49,7 +81,10 @@ class Plan:
         head: ``head(net, x, pre_logits)`` takes the last map to the logits, or to what the classifier reads.
         classifier: Path of the classifier, a linear layer.
         head_dim: Width of an attention head unless the user says otherwise.
-        probe_size: Height and width of an input that every stage can be told apart with.
+        probe_size: Side of an input that every stage can be told apart with, or ``probe_size(net)`` where the network
+            takes one size only.
+        norm: How the family normalises, see `lineattn.nn.depth.base.Site`.
+        stem: Parameters in front of the first step that are in none of its modules (``pos_embed``).
     """
 
     family: str
@@ -58,12 +93,17 @@ class Plan:
     head: Callable[[nn.Module, Tensor, bool], Tensor]
     classifier: str
     head_dim: int
-    probe_size: int
+    probe_size: int | Callable[[nn.Module], int]
+    norm: Literal["batch", "layer"] = "batch"
+    stem: tuple[str, ...] = ()
+
+    def probe_side(self, net: nn.Module) -> int:
+        return self.probe_size if isinstance(self.probe_size, int) else self.probe_size(net)
 
 
-def run_split(split: Split, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def run_split(split: Split, block: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """The block's output and the shortcut in it."""
-    branch, shortcut, act = split(block, x)
+    branch, shortcut, act = split(cast(nn.Module, block), x)
     branch += shortcut
     return act(branch), shortcut
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
+from lineattn.nn.depth.base import Site
 from lineattn.ops.channels import channel_conv
 from lineattn.ops.depth import Norm, attend, attend_plain
 
@@ -52,6 +53,18 @@ def depthwise_value(channels: int) -> nn.Conv2d:
     conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer norm over the channels of a position, ``(B, C, H, W)``."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        return super().forward(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def channel_norm(site: Site) -> nn.BatchNorm2d | LayerNorm2d:
+    """The norm of a method at a site, of the kind that the network has."""
+    return nn.BatchNorm2d(site.channels) if site.norm == "batch" else LayerNorm2d(site.channels)
 
 
 def softmax_over_depth(query: Tensor, keys: Tensor) -> Tensor:
@@ -152,8 +165,8 @@ def fold_norm(attention: Any, *, relu: bool) -> Tensor | None:
     return slope
 
 
-def fold_into_norm(norm: nn.BatchNorm2d, gain: Tensor, *, relu: bool) -> None:
-    """Multiplies a gain a channel into the batch norm before it, in place.
+def fold_into_norm(norm: Any, gain: Tensor, *, relu: bool) -> None:
+    """Multiplies a gain a channel into the norm before it, in place.
 
     Raises:
         InputError: A ReLU stands between them and a gain is negative.
@@ -162,7 +175,7 @@ def fold_into_norm(norm: nn.BatchNorm2d, gain: Tensor, *, relu: bool) -> None:
     if relu and negative:
         raise InputError(
             f"{negative} of {len(gain)} gains are negative and stand behind a ReLU, so they can't be folded into the "
-            "batch norm before it; keep init='identity' for this network (host.fuse() needs no folding)"
+            "norm before it; keep init='identity' for this network (host.fuse() needs no folding)"
         )
     with torch.no_grad():
         norm.weight.mul_(gain)

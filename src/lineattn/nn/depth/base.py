@@ -1,8 +1,10 @@
 """The contract of attention over depth.
 
-A network is a chain of blocks; after a block stands a *site*. At site ``t`` a method gets the block's output
-``x_t`` and returns ``x_t + o_t``, where ``o_t`` looks back at ``x_1 ... x_t``. What it remembers travels as an
-argument: nothing is written to ``self``.
+A network is a chain of blocks; at a block stands a *site*. After block ``t`` a method gets the block's output
+``x_t`` and returns ``x_t + o_t``, where ``o_t`` looks back at ``x_1 ... x_t``; a method with ``position="branch"``
+gets the block's branch before the shortcut is added, and returns it changed. What it remembers travels as an
+argument: nothing is written to ``self``. Maps are ``(B, C, H, W)`` always: a host shows the tokens of a transformer
+as a map, without copying them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Site:
             with neither changed, is to be summed up as one layer).
         prev_channels: Width at the previous site, for a transition.
         stride: Resolution of the previous site over this one's, for a transition.
-        layout: ``NCHW`` maps or ``NLC`` tokens.
+        norm: How the network normalises, which its methods do too: ``batch`` norm, or ``layer`` norm over the
+            channels of a position.
     """
 
     channels: int
@@ -42,7 +45,7 @@ class Site:
     entry: Literal["start", "continue", "transition"] = "start"
     prev_channels: int | None = None
     stride: int = 1
-    layout: Literal["NCHW", "NLC"] = "NCHW"
+    norm: Literal["batch", "layer"] = "batch"
 
 
 class DepthAttention(nn.Module, ABC):
@@ -55,7 +58,8 @@ class DepthAttention(nn.Module, ABC):
             is unchanged until trained; ``paper`` has no gain and starts as published.
 
     Shape:
-        - ``out``: ``(B, C, H, W)``, output of the block, after its residual add and activation.
+        - ``out``: ``(B, C, H, W)``, output of the block, after its residual add and activation; with
+          ``position="branch"`` the branch before both.
         - ``shortcut``: same shape, what the block adds to its branch; ``None`` where the method needs none.
         - ``state``: ``None`` at a site with ``entry="start"``, else what the previous site returned.
         - Returns ``(x, state)``, ``x`` shaped like ``out``.
@@ -64,8 +68,11 @@ class DepthAttention(nn.Module, ABC):
     carries: ClassVar[bool] = False
     """Whether the state can go through a change of width or resolution (``Site.entry == "transition"``)."""
 
+    position: ClassVar[Literal["after", "branch"]] = "after"
+    """What `forward` gets and returns: the block's output, or its residual branch before the shortcut is added."""
+
     needs_shortcut: bool = False
-    """Whether `forward` reads ``shortcut``; then the backbone's blocks have to be splittable."""
+    """Whether `forward` reads ``shortcut``."""
 
     def __init__(self, site: Site, *, drop_path: float = 0.0, init: Init = "identity") -> None:
         super().__init__()
@@ -73,13 +80,16 @@ class DepthAttention(nn.Module, ABC):
             raise InputError(f"drop_path is {drop_path}; it must be at least 0 and less than 1")
         if init not in ("identity", "paper"):
             raise InputError(f"init is {init!r}; it must be 'identity' or 'paper'")
-        if site.layout != "NCHW":
-            raise InputError(f"{type(self).__name__} takes maps (NCHW), not {site.layout}")
         if site.entry == "transition" and not self.carries:
             raise InputError(f"{type(self).__name__} can't carry its state across stages; use scope='per_stage'")
         self.site, self.drop_path = site, drop_path
         self.gain = nn.Parameter(torch.zeros(site.channels)) if init == "identity" else None
         self.register_load_state_dict_pre_hook(_check_init)
+
+    @property
+    def needs_split(self) -> bool:
+        """Whether the block has to be computed as branch and shortcut."""
+        return self.needs_shortcut or self.position == "branch"
 
     @abstractmethod
     def forward(self, out: Tensor, shortcut: Tensor | None, state: Any) -> tuple[Tensor, Any]:

@@ -27,17 +27,9 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from lineattn.errors import InputError, unknown
-from lineattn.nn.common import (
-    ChannelConv,
-    count_heads,
-    depthwise_value,
-    drop_path_factor,
-    fold_into_norm,
-    fold_norm,
-    norm_data,
-    read_out,
-)
-from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.nn.common import ChannelConv, channel_norm, drop_path_factor, fold_norm, norm_data, read_out
+from lineattn.nn.depth.base import Init, Site
+from lineattn.nn.depth.pooled import PooledAttention
 from lineattn.ops.channels import heads, per_channel, pool
 from lineattn.ops.kcla import Form, Past, Weights, address, gate, score, write
 from lineattn.ops.kcla_operator import kcla
@@ -127,7 +119,7 @@ class Transition(nn.Module):
             groups = math.gcd(head_count, before)
             self.conv = nn.Conv2d(before, site.channels, 1, stride=site.stride, groups=groups, bias=always)
             nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
-        self.norm: nn.Module = nn.BatchNorm2d(site.channels)
+        self.norm: nn.Module = channel_norm(site)
         self.key = ChannelConv(site.channels) if variant.own_transition_key else None
 
     def forward(self, mean: Tensor) -> Tensor:
@@ -152,7 +144,7 @@ class Transition(nn.Module):
     cost="O(L)",
     state="O(1)",
 )
-class KCLA(DepthAttention):
+class KCLA(PooledAttention):
     r"""Layer attention at linear cost by a running mean of the earlier layers' outputs.
 
     .. math::
@@ -203,13 +195,13 @@ class KCLA(DepthAttention):
         drop_path: float = 0.2,
         init: Init = "identity",
     ) -> None:
-        super().__init__(site, drop_path=drop_path, init=init)
+        super().__init__(site, head_dim=head_dim, drop_path=drop_path, init=init)
         if variant not in VARIANTS:
             raise unknown("KCLA variant", variant, VARIANTS)
         if not 0 < p <= 1:
             raise InputError(f"p is {p}; it must be in (0, 1]")
-        self.head_dim, self.head_count = head_dim, count_heads(site.channels, head_dim)
         self.variant_name, self.variant = variant, VARIANTS[variant]
+        self.relu = self.variant.relu
 
         factor = temperatures(self.head_count, p)
         if self.variant.score == "paper":
@@ -218,10 +210,6 @@ class KCLA(DepthAttention):
             inverse = factor if self.variant.score == "multiply" else 1 / factor
         self.register_buffer("inv_temperature", inverse, persistent=False)
 
-        self.query = ChannelConv(site.channels)
-        self.key = ChannelConv(site.channels)
-        self.value = depthwise_value(site.channels)
-        self.norm = nn.BatchNorm2d(site.channels)
         self.gate = None
         if self.variant.gate == "mixed":
             self.gate = nn.Linear(self.head_count, self.head_count, bias=False)
@@ -238,8 +226,7 @@ class KCLA(DepthAttention):
         if norm is None:
             state, opening = self._write(out, state)
             opening = per_channel(opening, out.shape[1])
-            relu = self.variant.relu
-            x = read_out(out, state.mean, self.value, opening, self.norm, relu=relu, gain=self.gain, drop=drop)
+            x = read_out(out, state.mean, self.value, opening, self.norm, relu=self.relu, gain=self.gain, drop=drop)
             return x, state
         mean, log_norm, _, past = (None, None, None, None) if state is None else state
         x, mean, log_norm, past = kcla(
@@ -289,9 +276,6 @@ class KCLA(DepthAttention):
         return Form(self.variant.clamp, self.variant.eps, self.variant.relu)
 
     def _fold(self) -> None:
-        fold_norm(self, relu=self.variant.relu)
+        fold_norm(self, relu=self.relu)
         if self.transition is not None:
             self.transition.fold()
-
-    def _fold_gain(self, gain: Tensor) -> None:
-        fold_into_norm(self.norm, gain, relu=self.variant.relu)

@@ -18,19 +18,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lineattn.nn.common import (
-    ChannelConv,
-    count_heads,
-    depthwise_value,
-    drop_path_factor,
-    fold_into_norm,
-    fold_norm,
-    read_out,
-    softmax_over_depth,
-)
-from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.nn.common import drop_path_factor, read_out, softmax_over_depth
+from lineattn.nn.depth.base import Init, Site
+from lineattn.nn.depth.pooled import PooledAttention
 from lineattn.ops.channels import heads, pool
 from lineattn.ops.depth import mix
 from lineattn.registry import register
@@ -56,7 +48,7 @@ class LayerSoftmaxState(NamedTuple):
         ("key.weight", "where a stage starts there is one layer to attend to, and the softmax of one is 1"),
     ),
 )
-class LayerSoftmax(DepthAttention):
+class LayerSoftmax(PooledAttention):
     r"""Softmax attention over depth with the present layer's query, keys and values.
 
     .. math::
@@ -87,15 +79,7 @@ class LayerSoftmax(DepthAttention):
     """
 
     def __init__(self, site: Site, *, head_dim: int = 32, drop_path: float = 0.2, init: Init = "identity") -> None:
-        super().__init__(site, drop_path=drop_path, init=init)
-        self.head_dim, self.head_count = head_dim, count_heads(site.channels, head_dim)
-        self.query = ChannelConv(site.channels)
-        self.key = ChannelConv(site.channels)
-        self.value = depthwise_value(site.channels)
-        self.norm = nn.BatchNorm2d(site.channels)
-
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}"
+        super().__init__(site, head_dim=head_dim, drop_path=drop_path, init=init)
 
     def forward(
         self, out: Tensor, shortcut: Tensor | None, state: LayerSoftmaxState | None
@@ -117,9 +101,3 @@ class LayerSoftmax(DepthAttention):
         query = heads(self.query(state.pooled[-1]), self.head_count)
         keys = heads(self.key(torch.stack(state.pooled, dim=1)), self.head_count).transpose(1, 2)
         return {"query": query, "keys": keys, "share": softmax_over_depth(query, keys)}
-
-    def _fold(self) -> None:
-        fold_norm(self, relu=True)
-
-    def _fold_gain(self, gain: Tensor) -> None:
-        fold_into_norm(self.norm, gain, relu=True)

@@ -29,17 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.nn.common import (
-    ChannelConv,
-    count_heads,
-    depthwise_value,
-    drop_path_factor,
-    fold_into_norm,
-    fold_norm,
-    read_out,
-    softmax_over_depth,
-)
-from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.nn.common import drop_path_factor, fold_norm, read_out, softmax_over_depth
+from lineattn.nn.depth.base import Init, Site
+from lineattn.nn.depth.pooled import PooledAttention
 from lineattn.ops.channels import heads, per_channel, pool
 from lineattn.ops.depth import mix
 from lineattn.registry import register
@@ -66,7 +58,7 @@ class MRLABaseState(NamedTuple):
         ("query.weight", "where a stage starts there is one layer to attend to, and the softmax of one is 1"),
     ),
 )
-class MRLABase(DepthAttention):
+class MRLABase(PooledAttention):
     r"""Softmax attention to the keys and values that earlier layers of the stage have left.
 
     .. math::
@@ -97,12 +89,7 @@ class MRLABase(DepthAttention):
     """
 
     def __init__(self, site: Site, *, head_dim: int = 32, drop_path: float = 0.2, init: Init = "identity") -> None:
-        super().__init__(site, drop_path=drop_path, init=init)
-        self.head_dim, self.head_count = head_dim, count_heads(site.channels, head_dim)
-        self.query = ChannelConv(site.channels)
-        self.key = ChannelConv(site.channels)
-        self.value = depthwise_value(site.channels)
-        self.norm = nn.BatchNorm2d(site.channels)
+        super().__init__(site, head_dim=head_dim, drop_path=drop_path, init=init)
 
     def forward(
         self, out: Tensor, shortcut: Tensor | None, state: MRLABaseState | None
@@ -125,8 +112,8 @@ class MRLABase(DepthAttention):
         keys = (() if state is None else state.keys) + (heads(self.key(pooled), self.head_count),)
         return softmax_over_depth(query, torch.stack(keys, dim=-2)), keys
 
-    def _fold_gain(self, gain: Tensor) -> None:
-        fold_into_norm(self.norm, gain, relu=True)
+    def _fold(self) -> None:
+        """Nothing: values are made before it is known how the norm will scale their sum."""
 
 
 @register(
@@ -138,7 +125,7 @@ class MRLABase(DepthAttention):
     cost="O(L)",
     state="O(1)",
 )
-class MRLALight(DepthAttention):
+class MRLALight(PooledAttention):
     r"""A learned decay of the past plus the gated value of the present layer.
 
     .. math:: o_t = \mathrm{BN}(\lambda_t \odot I_t + \sigma(\langle q_t, k_t\rangle / \sqrt{D}) \odot V_t * x_t)
@@ -174,6 +161,8 @@ class MRLALight(DepthAttention):
         "Cross-Layer Retrospective Retrieving via Layer Attention" (2023), arXiv 2302.03985, section 3.3.
     """
 
+    relu = False
+
     def __init__(
         self,
         site: Site,
@@ -183,16 +172,11 @@ class MRLALight(DepthAttention):
         drop_path: float = 0.2,
         init: Init = "identity",
     ) -> None:
-        super().__init__(site, drop_path=drop_path, init=init)
+        super().__init__(site, head_dim=head_dim, drop_path=drop_path, init=init)
         if source not in ("shortcut", "attention"):
             raise InputError(f"source is {source!r}; it must be 'shortcut' or 'attention'")
-        self.head_dim, self.head_count = head_dim, count_heads(site.channels, head_dim)
         self.source = source
         self.needs_shortcut = source == "shortcut"
-        self.query = ChannelConv(site.channels)
-        self.key = ChannelConv(site.channels)
-        self.value = depthwise_value(site.channels)
-        self.norm = nn.BatchNorm2d(site.channels)
         has_past = source == "shortcut" or site.entry != "start"
         self.decay = nn.Parameter(torch.randn(site.channels)) if has_past else None
 
@@ -226,6 +210,3 @@ class MRLALight(DepthAttention):
         slope = fold_norm(self, relu=False)
         if slope is not None and self.decay is not None:
             self.decay.mul_(slope)
-
-    def _fold_gain(self, gain: Tensor) -> None:
-        fold_into_norm(self.norm, gain, relu=False)
