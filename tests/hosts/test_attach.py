@@ -171,7 +171,7 @@ def test_names_of_methods_and_arguments() -> None:
         attach(net, "kcla", headdim=4)
     with pytest.raises(InputError, match="must be 'identity' or 'paper'"):
         attach(net, "kcla", init="zero")
-    with pytest.raises(InputError, match="already has attention over depth .Mean can.t be attached a second time"):
+    with pytest.raises(InputError, match=r"already has attention over depth .Mean can.t be attached a second time"):
         attach(attach(net, Mean), Mean)
 
 

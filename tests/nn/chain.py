@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +31,7 @@ class Case:
     method: str
     oracle: Callable[..., list[Tensor]]
     arguments: dict[str, Any] = field(default_factory=dict)
+    reads_shortcut: bool = False
 
     @property
     def id(self) -> str:
@@ -41,14 +43,17 @@ class Case:
 
     def expected(self, modules: Sequence[nn.Module], outs: Sequence[Tensor], shortcuts: Sequence[Tensor], **kw: Any):
         """What the oracle puts out."""
-        return self.oracle(modules, outs, *([shortcuts] if self.method == "mrla_light" else []), **kw)
+        return self.oracle(modules, outs, *([shortcuts] if self.reads_shortcut else []), **kw)
+
+    def takes(self, argument: str) -> bool:
+        return argument in inspect.signature(self.cls).parameters
 
 
 CASES = [
     *(Case("kcla", partial(oracle.kcla, variant=v), {"variant": v}) for v in oracle.KCLA_FORMS),
     Case("layer_softmax", oracle.layer_softmax),
     Case("mrla_base", oracle.mrla_base),
-    *(Case("mrla_light", oracle.mrla_light, {"source": source}) for source in ("shortcut", "attention")),
+    *(Case("mrla_light", oracle.mrla_light, {"source": source}, True) for source in ("shortcut", "attention")),
 ]
 KCLA_CASES = [case for case in CASES if case.method == "kcla"]
 
@@ -73,9 +78,10 @@ def build(
     case: Case, *, head_dim: int | None = 4, stages: Sequence[tuple] = STAGES, drop_path: float = 0.0, **kw: Any
 ) -> nn.ModuleList:
     """A module a site, its parameters drawn at random; ``head_dim=None`` is one head."""
-    arguments = {"drop_path": drop_path} | case.arguments | kw
+    arguments = ({"drop_path": drop_path} if case.takes("drop_path") else {}) | case.arguments | kw
+    width = {"head_dim": head_dim} if case.takes("head_dim") else {}
     chain = nn.ModuleList(
-        case.cls(site, head_dim=head_dim or site.channels, **arguments)
+        case.cls(site, **{name: value or site.channels for name, value in width.items()}, **arguments)
         for site in sites(carries=case.cls.carries, stages=stages)
     )
     return randomise(chain)
