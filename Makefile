@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN := OMP_WAIT_POLICY=PASSIVE $(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format lint types imports results clean
+.PHONY: help demo test test-slow check format lint types imports results contract finetune docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -55,6 +55,24 @@ results: .venv/.installed-dev ## measure again what the README's tables show, an
 	for subject in depth scan memory decode; do $(RUN)/lineattn bench $$subject --out runs/results || exit; done
 	cp runs/results/bench_*.json results/
 	cp runs/results/results.json results/demo.json
+	$(BIN)/python tools/readme_tables.py
+
+docs: .venv/.installed-dev ## write the pages of docs/ that come from the code
+	$(BIN)/python tools/methods_page.py
+	$(BIN)/python tools/support_table.py
+
+contract: .venv/.installed-dev ## the contract of every method on every family, and its table in docs/ (a quarter of an hour)
+	$(RUN)/pytest -q -n 2 tests/test_contract*.py --junitxml=runs/contract.xml
+	$(BIN)/python tools/contract_table.py runs/contract.xml
+
+# DATA is a folder of images; the numbers in results/ are of ../shared/data/tiny_imagenet100.
+finetune: .venv/.installed-dev ## KCLA attached to a trained trunk, from both starts: results/finetune.json (15 minutes)
+	rm -rf runs/finetune
+	$(RUN)/lineattn fit cls --config recipes/finetune/trunk.yaml --data.root $(DATA) --out runs/finetune/trunk
+	$(RUN)/lineattn validate cls --ckpt_path runs/finetune/trunk/checkpoints/last.ckpt --data.root $(DATA)
+	$(RUN)/lineattn sweep --config recipes/finetune/kcla.yaml --data.root $(DATA) --out runs/finetune/starts \
+		--model.trunk runs/finetune/trunk/checkpoints/last.ckpt --grid model.init=identity,paper --seeds 1,2,3
+	$(BIN)/python tools/finetune.py runs/finetune
 	$(BIN)/python tools/readme_tables.py
 
 clean: ## remove what was built, .venv too; runs/ stays

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +125,24 @@ def _origin(command: str, environment: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"demo": demo, "bench": bench, "layer": layer}
+def finetune() -> str:
+    """Validation accuracy from before the first step on, from both starts."""
+    found = _read("finetune")
+    trunk = f"{found['trunk']['val/acc1']:.2f}"
+    rows = [{"": "trunk, no attention", "before the first step": trunk, "after 1 epoch": "", "after the last": ""}]
+    for init in dict.fromkeys(run["init"] for run in found["runs"]):
+        runs = [run for run in found["runs"] if run["init"] == init]
+        points = ([run["start"]["val/acc1"] for run in runs], *zip(*(run["val/acc1"] for run in runs), strict=True))
+        shown = [_mean_std(values) for values in (points[0], points[1], points[-1])]
+        rows.append(dict(zip(rows[0], [f"KCLA, `init={init!r}`", *shown], strict=True)))
+    return "\n\n".join([markdown(rows, list(rows[0])), _origin("`make finetune`", found["environment"])])
+
+
+def _mean_std(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+TABLES = {"finetune": finetune, "demo": demo, "bench": bench, "layer": layer}
 SUBJECTS = ("scan", "memory", "decode")
 
 

@@ -1,11 +1,13 @@
 """Attention whose cost grows linearly: over depth, over samples, over tokens.
 
-Names are imported when they are asked for, so that the command line answers at once.
+Names are imported when they are asked for, so that the command line answers at once. Where timm is loaded already, its
+networks with attention are registered in it, as `lineattn.timm` does.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,3 +34,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if hasattr(sys.modules.get("timm"), "create_model"):  # not while timm itself is being imported
+    importlib.import_module("lineattn.timm")

@@ -34,7 +34,11 @@ class Card:
         arxiv: arXiv identifier, or ``None`` where there is none.
         cost: Time for the whole network in the length of the axis, e.g. ``O(L)``.
         state: Memory carried along the axis, e.g. ``O(1)``.
-        no_gradient: Parameters that provably get a zero gradient, each with the algebraic reason.
+        no_gradient: Parameters that provably get a zero gradient where a stretch of layers starts, each with the
+            algebraic reason.
+        no_gradient_alone: The same where a stretch is one layer.
+        start: What the published form does to a network before the first step, where it is not the identity; it
+            completes "with init='paper' the network starts changed: ".
     """
 
     name: str
@@ -46,6 +50,8 @@ class Card:
     cost: str
     state: str
     no_gradient: tuple[tuple[str, str], ...] = ()
+    no_gradient_alone: tuple[tuple[str, str], ...] = ()
+    start: str = ""
 
     @property
     def where(self) -> str:
@@ -65,6 +71,8 @@ def register(
     cost: str,
     state: str,
     no_gradient: tuple[tuple[str, str], ...] = (),
+    no_gradient_alone: tuple[tuple[str, str], ...] = (),
+    start: str = "",
 ) -> Callable[[_Class], _Class]:
     """Records a method class under ``name``; the class itself is returned unchanged.
 
@@ -73,7 +81,7 @@ def register(
     """
 
     def record(cls: _Class) -> _Class:
-        card = Card(name, axis, cls, title, paper, arxiv, cost, state, no_gradient)
+        card = Card(name, axis, cls, title, paper, arxiv, cost, state, no_gradient, no_gradient_alone, start)
         held = _CARDS.get(name)
         if held is not None and held.where != card.where:
             raise InputError(f"two methods are called {name!r}: {held.where} and {card.where}; rename one")

@@ -12,6 +12,7 @@ import pytest
 import lineattn
 from lineattn.cli import main as command
 from lineattn.cli.main import TASK_VERBS, TASKS, VERBS, main
+from lineattn.cli.models import Cost, plain_cost, timm_cost
 from lineattn.errors import InputError
 
 
@@ -50,8 +51,8 @@ def test_every_command_has_a_help(verb, capsys):
     [
         (["fti", "cls"], "unknown command 'fti': did you mean 'fit'?"),
         (["fit", "csl"], "unknown task 'csl': did you mean 'cls'?"),
-        (["show", "kcal"], "unknown method or network 'kcal': did you mean 'kcla'?"),
-        (["models", "resnext99*"], "no network fits 'resnext99*'"),
+        (["show", "kcal"], "unknown method or network 'kcal': did you mean 'kcla'"),
+        (["models", "resnext99*"], "no network or method fits 'resnext99*'"),
         (["show", "kcla", "--attn", "kcla"], "kcla is a method"),
     ],
 )
@@ -124,11 +125,43 @@ def test_passive_threads_unless_the_user_says_otherwise(monkeypatch):
 
 
 def test_models_lists_networks_and_methods(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("lineattn.cli.models.plain_cost", lambda name: Cost(1, 2, 3))
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*lineattn.list_models(), *lineattn.list_methods("depth")))
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line}
+    assert lines["kcla"][1:5] == ["O(L)", "O(1)", "output", "2606.28405"]
+    assert lines["mrla_light"][3] == "output+shortcut" and lines["se"][3] == "branch"
+
+
+@pytest.mark.medium
+def test_models_by_pattern(capsys):
     assert main(["models", "resnet20_bottleneck*"]) == 0
     shown = capsys.readouterr().out
     assert "resnet20_bottleneck_cifar" in shown and "220,378" in shown and "resnet110" not in shown
-    assert all(name in shown for name in lineattn.list_methods("depth"))
+    assert "layer_softmax" not in shown
+
+    assert main(["models", "resnet18_k*"]) == 0
+    shown = capsys.readouterr().out
+    plain, macs, side = plain_cost("timm/resnet18")
+    found, more, _ = timm_cost("resnet18_kcla")
+    assert found > plain and more > macs and side == 224
+    assert "registered by lineattn.timm" in shown and f"{found:,}" in shown and f"{more / 1e6:,.1f}" in shown
+
+    assert main(["models", "timm/resnet18"]) == 0
+    assert f"{plain:,}" in capsys.readouterr().out
+    assert main(["models", "kcla*"]) == 0
+    shown = capsys.readouterr().out
+    assert "kcla_decay" in shown and "networks" not in shown
+
+
+def test_a_network_that_cannot_be_counted_does_not_end_the_list(capsys, monkeypatch):
+    def fail(name):
+        raise NotImplementedError
+
+    monkeypatch.setattr("lineattn.cli.models.plain_cost", fail)
+    assert main(["models", "resnet*_cifar"]) == 0
+    assert "NotImplementedError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -144,6 +177,9 @@ def test_show_a_method_and_a_network(capsys):
     assert main(["show", "kcla"]) == 0
     shown = capsys.readouterr().out
     assert "Key-Correlated Layer Attention" in shown and "arXiv" in shown and "m_t = " in shown and "O(L)" in shown
+    assert "start " not in shown
+    assert main(["show", "se"]) == 0
+    assert "start   with init='paper' the network starts changed: each block's branch" in capsys.readouterr().out
     assert main(["show", "resnet20_bottleneck_cifar", "--attn", "kcla"]) == 0
     shown = capsys.readouterr().out
     assert "220,378 parameters" in shown and "with kcla behind 6 blocks" in shown

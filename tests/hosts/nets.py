@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import timm.models as timm
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet
+from torchvision.models import convnext, efficientnet, mobilenetv2, mobilenetv3, regnet, resnet, swin_transformer
+from torchvision.models import vision_transformer as vit
 
 from lineattn.models import cifar_resnet
 from lineattn.nn.depth.base import DepthAttention, Init, Site
@@ -28,11 +30,160 @@ def _torchvision_bottleneck() -> nn.Module:
     return resnet.ResNet(resnet.Bottleneck, [2, 2, 2, 2], num_classes=5, width_per_group=16, groups=2)
 
 
+def _timm_resnet() -> nn.Module:
+    blocks = {"attn_layer": "se"}
+    channels = (16, 16, 32, 32)
+    return timm.resnet.ResNet(
+        timm.resnet.Bottleneck, [2, 1, 2, 1], num_classes=5, channels=channels, stem_width=8, stem_type="deep",
+        base_width=32, cardinality=2, avg_down=True, block_args=blocks,
+    )  # fmt: skip
+
+
+def _timm_convnext() -> nn.Module:
+    return timm.convnext.ConvNeXt(num_classes=5, depths=(2, 1, 2, 1), dims=(16, 16, 32, 32), ls_init_value=0.5)
+
+
+def _torchvision_convnext() -> nn.Module:
+    stages = [(16, 32, 2), (32, 48, 2), (48, None, 1)]
+    return convnext.ConvNeXt([convnext.CNBlockConfig(*stage) for stage in stages], num_classes=5, layer_scale=0.5)
+
+
+def _timm_regnet() -> nn.Module:
+    cfg = timm.regnet.RegNetCfg(w0=16, wa=8.0, wm=1.6, depth=6, group_size=8, stem_width=8, se_ratio=0.25)
+    return timm.regnet.RegNet(cfg, num_classes=5)
+
+
+def _torchvision_regnet() -> nn.Module:
+    sizes = regnet.BlockParams([2, 1, 2], [16, 32, 48], [8, 8, 8], [1.0, 1.0, 1.0], [2, 2, 2], se_ratio=0.25)
+    return regnet.RegNet(sizes, num_classes=5, stem_width=8)
+
+
+def _timm_efficientnet() -> nn.Module:
+    stages = [
+        ["ds_r1_k3_s1_e1_c8_se0.25"],
+        ["ir_r2_k3_s2_e3_c16_se0.25"],
+        ["er_r2_k3_s2_e3_c24"],
+        ["ir_r3_k5_s2_e3_c32"],
+    ]
+    decode = timm._efficientnet_builder.decode_arch_def
+    return timm.efficientnet.EfficientNet(decode(stages), num_classes=5, num_features=40, stem_size=8)
+
+
+def _timm_mobilenet() -> nn.Module:
+    stages = [["ds_r1_k3_s1_e1_c8"], ["ir_r2_k3_s2_e3_c16_nre"], ["ir_r3_k5_s2_e3_c24_se0.25"], ["cn_r1_k1_s1_c24"]]
+    decode = timm._efficientnet_builder.decode_arch_def
+    return timm.mobilenetv3.MobileNetV3(decode(stages), num_classes=5, num_features=48, stem_size=8)
+
+
+def _torchvision_efficientnet() -> nn.Module:
+    config = efficientnet.MBConvConfig
+    stages = [config(1, 3, 1, 8, 8, 2), config(3, 3, 2, 8, 16, 2), config(3, 5, 2, 16, 24, 2)]
+    return efficientnet.EfficientNet(stages, dropout=0.0, stochastic_depth_prob=0.0, num_classes=5, last_channel=40)
+
+
+def _torchvision_mobilenet_v2() -> nn.Module:
+    settings = [[1, 8, 2, 2], [3, 16, 2, 2], [3, 24, 2, 2]]
+    return mobilenetv2.MobileNetV2(5, width_mult=1.0, inverted_residual_setting=settings, dropout=0.0)
+
+
+def _torchvision_mobilenet_v3() -> nn.Module:
+    rows = [(8, 3, 8, 8, True, "RE", 1), (8, 3, 24, 16, False, "RE", 2), (16, 5, 48, 16, True, "HS", 1)]
+    settings = [mobilenetv3.InvertedResidualConfig(*row, 1, 1.0) for row in rows]
+    return mobilenetv3.MobileNetV3(settings, last_channel=40, num_classes=5, dropout=0.0)
+
+
+def _timm_vit() -> nn.Module:
+    return timm.vision_transformer.VisionTransformer(
+        img_size=32, patch_size=8, num_classes=5, embed_dim=32, depth=3, num_heads=2, mlp_ratio=2, reg_tokens=2,
+        init_values=0.5,
+    )  # fmt: skip
+
+
+def _timm_deit_distilled() -> nn.Module:
+    return timm.deit.VisionTransformerDistilled(
+        img_size=32, patch_size=8, num_classes=5, embed_dim=32, depth=3, num_heads=2, mlp_ratio=2
+    )
+
+
+def _torchvision_vit() -> nn.Module:
+    net = vit.VisionTransformer(32, 8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
+    nn.init.normal_(net.heads.head.weight, std=0.1)  # the published start is zero
+    return net
+
+
+def _timm_swin() -> nn.Module:
+    return timm.swin_transformer.SwinTransformer(
+        img_size=32, patch_size=2, num_classes=5, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4,
+        mlp_ratio=2, drop_path_rate=0.0,
+    )  # fmt: skip
+
+
+def _timm_swin_v2() -> nn.Module:
+    return timm.swin_transformer_v2.SwinTransformerV2(
+        img_size=32, patch_size=2, num_classes=5, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4,
+        mlp_ratio=2, drop_path_rate=0.0,
+    )  # fmt: skip
+
+
+def _torchvision_swin() -> nn.Module:
+    return swin_transformer.SwinTransformer(
+        [2, 2], 16, [2, 2], [2, 4], [4, 4], mlp_ratio=2, stochastic_depth_prob=0.0, num_classes=5
+    )
+
+
+class Wide(nn.Module):
+    """A residual block of nobody's library."""
+
+    def __init__(self, before: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.project = nn.Conv2d(before, width, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))) + self.project(x))
+
+
+class HandWritten(nn.Module):
+    """A network that only tracing can make a plan for."""
+
+    def __init__(self, num_classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16))
+        self.stages = nn.ModuleList(
+            [nn.Sequential(Wide(16, 16), Wide(16, 16)), nn.Sequential(Wide(16, 32, 2), Wide(32, 32))]
+        )
+        self.fc = nn.Linear(32, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        for stage in self.stages:
+            x = stage(x)
+        return self.fc(x.mean((2, 3)).view(x.size(0), -1))
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "cifar_basic": _cifar_basic,
     "cifar_bottleneck": _cifar_bottleneck,
     "torchvision_basic": _torchvision_basic,
     "torchvision_bottleneck": _torchvision_bottleneck,
+    "timm_resnet": _timm_resnet,
+    "timm_convnext": _timm_convnext,
+    "torchvision_convnext": _torchvision_convnext,
+    "timm_regnet": _timm_regnet,
+    "torchvision_regnet": _torchvision_regnet,
+    "timm_efficientnet": _timm_efficientnet,
+    "timm_mobilenet": _timm_mobilenet,
+    "torchvision_efficientnet": _torchvision_efficientnet,
+    "torchvision_mobilenet_v2": _torchvision_mobilenet_v2,
+    "torchvision_mobilenet_v3": _torchvision_mobilenet_v3,
+    "timm_vit": _timm_vit,
+    "timm_deit_distilled": _timm_deit_distilled,
+    "torchvision_vit": _torchvision_vit,
+    "timm_swin": _timm_swin,
+    "timm_swin_v2": _timm_swin_v2,
+    "torchvision_swin": _torchvision_swin,
+    "traced": HandWritten,
 }
 
 

@@ -92,6 +92,16 @@ def test_a_block_with_a_forward_of_its_own_only_matters_where_it_is_split() -> N
         attach(net, Mean, of="shortcut")
 
 
+def test_parameters_that_a_step_or_a_block_reads_itself_are_no_extra_layers() -> None:
+    """Positions are added between two steps, and a layer scale is the block's own, which isn't called when split."""
+    for family in ("torchvision_vit", "torchvision_convnext", "timm_convnext"):
+        net = small(family)
+        host = attach(net, Mean, of="shortcut")
+        x = image(size=host.plan.probe_side(net))
+        with torch.no_grad():
+            assert torch.equal(host(x), net(x))
+
+
 def test_modules_inside_a_stage_are_passed_and_have_no_site() -> None:
     net = small("cifar_basic")
     net.stages[1].insert(1, nn.AvgPool2d(3, 1, 1))

@@ -50,7 +50,7 @@ def test_sites_may_be_left_out() -> None:
     net = small("cifar_basic")
     full = shake(attach(net, Mean))
     last = {path: full.sites[path.replace(".", "_")] for path in ("stages.0.0", "stages.0.1")}
-    host = DepthHost(net, full.plan, last, full.feature_info).eval()
+    host = DepthHost(net, full.plan, last, full.feature_info, full.num_features, full.head_hidden_size).eval()
     with torch.no_grad():
         assert torch.equal(host.features(image())[0], full.features(image())[0])
         assert not torch.equal(host(image()), full(image()))

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import argparse
+import re
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from lineattn import attach, create_model
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
-from lineattn.hosts.weights import load_published, load_trunk
+from lineattn.hosts.weights import load_trunk
+from lineattn.models import cifar_resnet
 from tests.hosts.nets import Mean, image, shake, small
 
 
@@ -70,9 +72,8 @@ def test_forms_of_a_trunk(form: str, host: DepthHost, plain: nn.Module, tmp_path
         torch.save({"state_dict": {prefix + key: value for key, value in other.state_dict().items()}}, path)
     report = load_trunk(host, path)
     assert same_trunk(host, plain)
-    assert report.source == str(path) and report.unexpected == ()
-    assert {reason for _, reason in report.dropped} <= {"not of the trunk"}
-    assert bool(report.dropped) == ("host" in form or form == "lightning")
+    assert report.source == str(path) and report.unexpected == report.dropped == ()
+    assert any(key.startswith("sites.") for key in report.loaded) == ("host" in form or form == "lightning")
 
 
 def test_other_class_count_is_dropped_with_a_word(host: DepthHost, plain: nn.Module) -> None:
@@ -91,6 +92,32 @@ def test_a_trunk_without_a_head(host: DepthHost, plain: nn.Module) -> None:
     assert {"fc.weight", "fc.bias"} < set(load_trunk(host, state).new)
     with pytest.raises(InputError, match=r"trunk's 'fc\.weight' is missing"):
         load_trunk(host, state, strict_head=True)
+
+
+def test_a_head_without_a_place(host: DepthHost, plain: nn.Module) -> None:
+    host.reset_classifier(0)
+    report = load_trunk(host, plain.state_dict())
+    assert dict(report.dropped) == dict.fromkeys(("fc.weight", "fc.bias"), "the network has no classifier there")
+    assert "dropped fc.weight, fc.bias: the network has no classifier there" in str(report)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_other_channels_as_in_timm(plain: nn.Module, channels: int) -> None:
+    block = cifar_resnet.BasicBlock
+    net = cifar_resnet.CifarResNet(block, 14, num_classes=5, in_chans=channels, width=8).eval()
+    host = attach(net, Mean)
+    report = load_trunk(host, plain.state_dict())
+    kernel = plain.conv1.weight
+    summed, repeated = kernel.sum(1, keepdim=True), torch.cat((kernel, kernel[:, :2]), 1) * 3 / 5
+    torch.testing.assert_close(host.backbone.conv1.weight, summed if channels == 1 else repeated)
+    assert torch.equal(host.backbone.bn1.weight, plain.bn1.weight)
+    assert f"adapted conv1.weight: for 3 channels there, for {channels} here" in str(report)
+
+
+def test_four_channels_become_no_two(plain: nn.Module) -> None:
+    state = plain.state_dict() | {"conv1.weight": torch.ones(8, 4, 3, 3)}
+    with pytest.raises(InputError, match=r"conv1.weight has shape \(8, 4, 3, 3\); the network's is \(8, 3, 3, 3\)"):
+        load_trunk(attach(small("cifar_basic"), Mean), state)
 
 
 def test_a_renamed_key_is_an_error_and_nothing_is_loaded(host: DepthHost, plain: nn.Module) -> None:
@@ -122,123 +149,100 @@ def test_older_files_count_no_batches(host: DepthHost, plain: nn.Module) -> None
     assert same_trunk(host, plain)
 
 
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return (Path.touch, (self.mark,))
+ATTENTION = {"head_dim": 8}
 
 
-def test_files_that_are_no_weights(host: DepthHost, plain: nn.Module, tmp_path: Path) -> None:
-    def refused(name: str, message: str) -> None:
-        with pytest.raises(InputError, match=message) as caught:
-            load_trunk(host, tmp_path / name)
-        assert name in str(caught.value) and "\n" not in str(caught.value)
-
-    refused("missing.pth", "no such file")
-    torch.save({"state_dict": plain.state_dict(), "boom": Payload(tmp_path / "ran")}, tmp_path / "code.pth")
-    refused("code.pth", "could run code")
-    assert not (tmp_path / "ran").exists()
-    torch.save({"args": argparse.Namespace(lr=1), **plain.state_dict()}, tmp_path / "old.pth")
-    refused("old.pth", "save the state_dict")
-    whole = tmp_path / "whole.pth"
-    torch.save(plain.state_dict(), whole)
-    (tmp_path / "half.pth").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
-    refused("half.pth", "no whole weights file")
-    (tmp_path / "empty.pth").touch()
-    refused("empty.pth", "no whole weights file")
-    (tmp_path / "text.pth").write_text("hello")
-    refused("text.pth", "no whole weights file")
-    (tmp_path / "text.safetensors").write_text("hello")
-    refused("text.safetensors", "not a whole safetensors file")
-    torch.save([1, 2], tmp_path / "list.pth")
-    refused("list.pth", "holds no state dict")
-    torch.save({"epoch": 1}, tmp_path / "epoch.pth")
-    refused("epoch.pth", "holds no state dict")
+def trained(method: str, **args: Any) -> DepthHost:
+    host = attach(small("cifar_basic"), method, **(ATTENTION | args))
+    shake(host)
+    return host
 
 
-def published(host: DepthHost, form: str) -> dict[str, Tensor]:
-    """The host's weights under the published names, with the members that the published networks never call."""
-    ours_to_theirs = {
-        "query": "Wq", "key": "Wk", "value": "Wv", "norm": "bn", "gate": "head_att",
-        "transition.conv": "adjust_channel", "transition.norm": "u_bn", "transition.key": "u_Wk", "decay": "lambda_t",
-    }  # fmt: skip
-    state: dict[str, Tensor] = {}
-    for key, value in host.state_dict().items():
-        room, _, rest = key.partition(".")
-        if room == "backbone":
-            if form == "imagenet" and rest.startswith("layer"):
-                stage, tail = rest.split(".", 1)
-                rest = f"{stage}.layers.{tail}"
-            state[rest] = value
-            continue
-        site, _, rest = rest.partition(".")
-        module = next(name for name in sorted(ours_to_theirs, key=len, reverse=True) if rest.startswith(name))
-        theirs, path = ours_to_theirs[module] + rest.removeprefix(module), site.replace("_", ".")
-        if form == "cifar":
-            state[f"{path}.kcla.{theirs}"] = value
-        elif form == "imagenet":
-            stage, i = path.split(".")
-            state[f"{stage}.attention.{i}.{theirs}"] = value
-        elif theirs.startswith("bn"):
-            state[f"{path}.bn_mrla{theirs.removeprefix('bn')}"] = value
-        elif theirs == "lambda_t":
-            state[f"{path}.mrla.lambda_t"] = value[:, None, None]
-        else:
-            state[f"{path}.mrla.mrla.{theirs}"] = value
-    return state
-
-
-@pytest.mark.parametrize("form", ["cifar", "imagenet", "mrla"])
-def test_published_names(form: str) -> None:
-    family = "cifar_bottleneck" if form == "cifar" else "torchvision_bottleneck"
-    method, args = ("mrla_light", {}) if form == "mrla" else ("kcla", {"variant": "ref-cls"})
-    trained, host = (attach(small(family), method, init="paper", **args) for _ in range(2))
-    draws = torch.Generator().manual_seed(4)
-    shake(trained)
+def test_attention_of_the_same_method_comes_along() -> None:
+    there, here = trained("kcla"), attach(small("cifar_basic"), "kcla", **ATTENTION)
+    report = load_trunk(here, there.state_dict())
+    assert report.new == report.dropped == ()
     with torch.no_grad():
-        for p in trained.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=draws))
-    state = {f"module.{key}": value for key, value in published(trained, form).items()}
-    unused = {}
-    if form != "mrla":
-        first = "stages.0.0.kcla" if form == "cifar" else "layer1.attention.0"
-        unused = {
-            f"module.{first}.{name}": torch.ones(3) for name in ("adjust_channel.weight", "u_Wk.weight", "norm_d")
-        }
-    report = load_published(host, {"state_dict": state | unused})
-    assert {key for key, _ in report.dropped} == set(unused)
+        assert torch.equal(here(image(size=32)), there(image(size=32)))
+
+
+def test_attention_of_another_scope_comes_along_where_it_fits() -> None:
+    there, here = trained("kcla"), attach(small("cifar_basic"), "kcla", scope="per_stage", **ATTENTION)
+    report = load_trunk(here, there.state_dict())
+    starts = {key for key, module in here.sites.items() if module.site.entry == "start"} - {"stages_0_0"}
+    assert {key.split(".")[1] for key in report.new} == {key.split(".")[1] for key, _ in report.dropped} == starts
+    assert {reason for _, reason in report.dropped} == {
+        "no kcla of the same form: it has transition.conv.weight, transition.key.weight, transition.norm.bias, "
+        "transition.norm.num_batches_tracked, ... 7 in all"
+    }
+    assert torch.equal(here.sites["stages_1_1"].gain, there.sites["stages_1_1"].gain)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "reason"),
+    [
+        ({"method": "mrla_light"}, {}, "no kcla of the same form: it has decay; it has no gate.weight"),
+        ({"head_dim": 4}, {}, "no kcla of the same form: gate.weight is of another shape"),
+        ({"init": "paper"}, {}, "trained with init='paper'; the network has init='identity'"),
+        ({}, {"init": "paper"}, "trained with init='identity'; the network has init='paper'"),
+    ],
+)
+def test_other_attention_is_dropped_with_the_reason(there: dict, here: dict, reason: str) -> None:
+    source = trained(**({"method": "kcla"} | there))
+    host = attach(small("cifar_basic"), "kcla", scope="per_stage", **(ATTENTION | here))
+    before = {key: value.clone() for key, value in host.sites.state_dict().items()}
+    if source.sites["stages_0_0"].gain is not None:
+        source.sites["stages_0_0"].gain.data.fill_(9)
+    report = load_trunk(host, {key: value for key, value in source.state_dict().items() if "transition" not in key})
+    assert {why for _, why in report.dropped} == {reason}
+    assert str(report).count("\n") == 2
+    assert all(torch.equal(before[key], value) for key, value in host.sites.state_dict().items())
+    assert torch.equal(host.backbone.bn1.weight, source.backbone.bn1.weight)
+
+
+def test_a_checkpoint_says_its_method_and_holds_averaged_weights() -> None:
+    """As `lineattn.tasks.checkpoint` writes it. These two methods have the same parameters."""
+    there = trained("mrla_base")
+    last = {f"net.{key}": torch.zeros_like(value) for key, value in there.state_dict().items()}
+    averaged = {f"ema.module.{key}": value for key, value in there.state_dict().items()}
+    checkpoint = {"state_dict": last | averaged, "lineattn": {"config": {"model": {"attn": "mrla_base"}}}}
+    same, other = (attach(small("cifar_basic"), method, **ATTENTION) for method in ("mrla_base", "layer_softmax"))
+    assert load_trunk(same, checkpoint).dropped == ()
     with torch.no_grad():
-        assert torch.equal(host(image()), trained(image()))
+        assert torch.equal(same(image(size=32)), there(image(size=32)))
+    report = load_trunk(other, checkpoint)
+    assert {why for _, why in report.dropped} == {"of mrla_base; the network has layer_softmax"}
+    assert same_trunk(other, there.backbone)
+
+
+def test_a_plain_network_drops_attention(plain: nn.Module) -> None:
+    net = small("cifar_basic")
+    report = load_trunk(net, attach(plain, Mean).state_dict())
+    assert {why for _, why in report.dropped} == {"the network has no attention"}
+    assert same_trunk(net, plain)
+
+
+def test_a_site_that_is_not_there(plain: nn.Module) -> None:
+    there = attach(plain, Mean)
+    host = DepthHost(small("cifar_basic"), there.plan, {}, there.feature_info, 32, 32)
+    assert {why for _, why in load_trunk(host, there.state_dict()).dropped} == {"the network has no attention there"}
 
 
 @pytest.mark.medium
-def test_published_resnet101_sums_up_at_block_11() -> None:
-    """There a stage of more than eleven blocks has a transition in its midst, with a convolution that isn't called."""
-    args = {"attn": "kcla", "init": "paper", "variant": "ref-cls", "num_classes": 5, "width": 4}
-    trained = shake(create_model("resnet110_bottleneck_cifar", scope="anchors=11", **args))
-    state = published(trained, "cifar") | {"stages.1.11.kcla.adjust_channel.weight": torch.ones(8, 4, 1, 1)}
-    host = create_model("resnet110_bottleneck_cifar", scope="anchors=11", **args)
-    assert [key for key, _ in load_published(host, state).dropped] == ["stages.1.11.kcla.adjust_channel.weight"]
-    assert torch.equal(
-        host.sites["stages_1_11"].transition.norm.weight, trained.sites["stages_1_11"].transition.norm.weight
-    )
-    with pytest.raises(InputError, match=r"no place for stages\.0\.11\.kcla\.u_bn"):
-        load_published(create_model("resnet110_bottleneck_cifar", **args), state)
-
-
-def test_published_weights_of_something_else() -> None:
-    host = attach(small("cifar_bottleneck"), "kcla", init="paper")
-    state = published(host, "cifar")
-    with pytest.raises(InputError, match=r"no place for stages\.0\.0\.kcla\.Wz"):
-        load_published(host, state | {"stages.0.0.kcla.Wz.weight": torch.ones(1)})
-    lacking = {key: value for key, value in state.items() if key != "stages.0.0.kcla.Wq.weight"}
-    with pytest.raises(InputError, match=r"nothing there for sites\.stages_0_0\.query\.weight"):
-        load_published(host, lacking)
-    with pytest.raises(InputError, match=r"is head_dim, width, num_classes or scope another"):
-        load_published(attach(small("cifar_bottleneck"), "kcla", init="paper", head_dim=4), state)
-    with pytest.raises(InputError, match=r"nothing there for .*gain.*init"):
-        load_published(attach(small("cifar_bottleneck"), "kcla"), state)
+def test_timm_converts_the_layout_of_the_first_release() -> None:
+    """ConvNeXt's own names for its parts, as in the files of its authors."""
+    theirs, ours = (shake(small("timm_convnext")) for _ in range(2))
+    renamed = {"stem.": "downsample_layers.0.", "head.norm.": "norm.", "head.fc.": "head.", "conv_dw.": "dwconv."}
+    parts = {"mlp.fc1.": "pwconv1.", "mlp.fc2.": "pwconv2.", ".blocks.": "."}
+    state = {}
+    for key, value in theirs.state_dict().items():
+        for old, new in (renamed | parts).items():
+            key = key.replace(old, new)
+        key = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", key)
+        state[key] = value
+    with torch.no_grad():
+        for tensor in ours.parameters():
+            tensor.zero_()
+        host = attach(ours, Mean)
+        assert load_trunk(host, {"model": state}).unexpected == ()
+        assert torch.equal(host(image()), theirs(image()))

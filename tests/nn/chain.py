@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from lineattn import registry
 from lineattn.nn.depth.base import DepthAttention, Site
+from lineattn.nn.depth.pooled import PooledAttention
+from tests.oracles import channel, dla, kcla_extensions, mixing
 from tests.oracles import depth as oracle
 
 STAGES = (  # what changes where the stage begins; channels, height and width, blocks
@@ -26,12 +28,16 @@ STAGES = (  # what changes where the stage begins; channels, height and width, b
 
 @dataclass(frozen=True)
 class Case:
-    """A method with its arguments, and the oracle for it."""
+    """A method with its arguments, and the oracle for it.
+
+    ``learns`` names parameters that get a gradient with these arguments, though the method's card excuses them.
+    """
 
     method: str
     oracle: Callable[..., list[Tensor]]
     arguments: dict[str, Any] = field(default_factory=dict)
     reads_shortcut: bool = False
+    learns: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -48,12 +54,40 @@ class Case:
     def takes(self, argument: str) -> bool:
         return argument in inspect.signature(self.cls).parameters
 
+    @property
+    def has_norm(self) -> bool:
+        """Whether a norm stands before the gain, which can take it up."""
+        return issubclass(self.cls, PooledAttention)
+
+    def make(self, site: Site, *, head_dim: int | None = 4, drop_path: float = 0.0, **kw: Any) -> DepthAttention:
+        """The module at a site, ``head_dim=None`` for one head; an argument that the method has not is left out."""
+        given = {"head_dim": site.channels if head_dim is None else head_dim, "drop_path": drop_path}
+        return self.cls(site, **{name: v for name, v in given.items() if self.takes(name)} | self.arguments | kw)
+
 
 CASES = [
     *(Case("kcla", partial(oracle.kcla, variant=v), {"variant": v}) for v in oracle.KCLA_FORMS),
     Case("layer_softmax", oracle.layer_softmax),
     Case("mrla_base", oracle.mrla_base),
     *(Case("mrla_light", oracle.mrla_light, {"source": source}, True) for source in ("shortcut", "attention")),
+    Case("layer_linear", mixing.linear, learns=("query.weight", "key.weight")),
+    Case("layer_linear", partial(mixing.linear, normalise=True), {"normalise": True}),
+    Case("layer_hydra", mixing.hydra),
+    Case("layer_focused", mixing.focused),
+    Case("layer_linformer", mixing.linformer),
+    Case("layer_performer", mixing.performer),
+    Case("attnres", mixing.attnres),
+    Case("attnres", partial(mixing.attnres, block=2), {"block": 2}),
+    Case("dla_base", dla.base, {"reduction": 2}),
+    Case("dla_light", dla.light, {"reduction": 2}, True),
+    Case("kcla_temperature", kcla_extensions.temperature),
+    Case("kcla_write", kcla_extensions.write),
+    Case("kcla_decay", kcla_extensions.decay),
+    Case("kcla_corrected", kcla_extensions.corrected),
+    *(Case("kcla_bank", partial(kcla_extensions.bank, copies=n), {"copies": n}) for n in (1, 2, 3)),
+    Case("se", channel.se),
+    Case("eca", channel.eca),
+    Case("dianet", channel.dianet),
 ]
 KCLA_CASES = [case for case in CASES if case.method == "kcla"]
 
@@ -78,13 +112,8 @@ def build(
     case: Case, *, head_dim: int | None = 4, stages: Sequence[tuple] = STAGES, drop_path: float = 0.0, **kw: Any
 ) -> nn.ModuleList:
     """A module a site, its parameters drawn at random; ``head_dim=None`` is one head."""
-    arguments = ({"drop_path": drop_path} if case.takes("drop_path") else {}) | case.arguments | kw
-    width = {"head_dim": head_dim} if case.takes("head_dim") else {}
-    chain = nn.ModuleList(
-        case.cls(site, **{name: value or site.channels for name, value in width.items()}, **arguments)
-        for site in sites(carries=case.cls.carries, stages=stages)
-    )
-    return randomise(chain)
+    places = sites(carries=case.cls.carries, stages=stages)
+    return randomise(nn.ModuleList(case.make(site, head_dim=head_dim, drop_path=drop_path, **kw) for site in places))
 
 
 def randomise(chain: nn.ModuleList) -> nn.ModuleList:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lineattn.errors import InputError
 from lineattn.nn.depth.base import Site
-from lineattn.nn.depth.kcla import KCLA, VARIANTS, KCLAState, temperatures
+from lineattn.nn.depth.kcla import KCLA, VARIANTS, KCLAState
+from lineattn.nn.depth.key_correlated import temperatures
 from lineattn.nn.depth.layer_softmax import LayerSoftmax
 from tests.nn.chain import CASES, KCLA_CASES, Case, build, draw, run_with_states, worst
 from tests.oracles import depth as oracle

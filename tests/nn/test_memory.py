@@ -9,12 +9,20 @@ from torch import Tensor
 from lineattn.ops import native
 from tests.nn.chain import CASES, Case, build, draw, run
 
-SITES, CHANNELS, SIZE = 6, 16, 32
+SITES, CHANNELS, SIZE = 6, 16, 64
 MAPS = {  # a site: what it keeps
     "kcla": 1,  # the mean, in PyTorch's operators
     "layer_softmax": 1,  # the mixed map
     "mrla_base": 2,  # the value, which is state, and the mixed map
     "mrla_light-shortcut": 0,
+    "layer_linear": 1,  # the mixed map, as all that follow
+    "layer_hydra": 1,
+    "layer_focused": 1,
+    "layer_linformer": 1,
+    "layer_performer": 2,  # the value, which is state, and the mixed map
+    "attnres": 1,  # how far the mixed map is from the block's output
+    "dla_base": 2,  # the value, which is state, and the mixed map
+    "dla_light": 1,  # the refreshed shortcut
     "mrla_light-attention": 2,  # the value and the state
 }
 
@@ -58,7 +66,10 @@ def test_kept_maps(case: Case, training: bool, dtype: torch.dtype):
             maps = 0  # the mean is made again from the blocks' outputs
         else:
             maps -= 1  # the first mean is the first output
-    assert maps <= kept.bytes / outs[0].nbytes < maps + 0.05 * SITES
+    slack = 0.05
+    if case.method == "attnres":  # scores of a position: of each layer seen two numbers, two of the layer itself
+        slack += (SITES + 3) / CHANNELS * (1 if dtype == torch.float32 else 2.5)  # in float32, and the shares twice
+    assert maps <= kept.bytes / outs[0].nbytes < maps + slack * SITES
 
 
 @pytest.mark.skipif(not native.enabled, reason="the native kernels are off")

@@ -12,8 +12,14 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 kcla_cases = pytest.mark.parametrize("case", KCLA_CASES, ids=lambda case: case.id)
 
 
-@cases
-@pytest.mark.parametrize("head_dim", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(
+    ("case", "head_dim"),
+    [
+        pytest.param(case, width, id=f"{case.id}-{name}")
+        for case in CASES
+        for name, width in (HEADS.items() if case.takes("head_dim") else [("its own heads", 4)])
+    ],
+)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_outputs(case: Case, head_dim: int | None, training: bool):
     chain, (outs, shortcuts) = build(case, head_dim=head_dim).train(training), draw()
@@ -63,7 +69,7 @@ def test_published_clamp_is_met(case: Case):
     assert scores.max() == 10 and 0 < (scores == 10).double().mean() < 1
 
 
-@cases
+@pytest.mark.parametrize("case", [c for c in CASES if c.takes("drop_path")], ids=lambda case: case.id)
 def test_drop_path(case: Case):
     """A sample's attention is left out or divided by the rest; the state and the batch norm see every sample."""
     chain, (outs, shortcuts) = build(case, init="paper", drop_path=0.4).train(), draw(batch=6)

@@ -10,7 +10,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 import lineattn
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
-from lineattn.hosts.weights import load_published
+from lineattn.hosts.published import load_published
 from tests.published.networks import Cifar, ImageNet
 
 R50, R101 = [3, 4, 6, 3], [3, 4, 23, 3]

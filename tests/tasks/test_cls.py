@@ -239,20 +239,3 @@ def test_everything_at_once_trains(tmp_path):
     )
     found = fit(tmp_path / "run", *RECIPE[:-2], *extras, *more)
     assert found["last"]["test/acc1"] > 15
-
-
-@pytest.mark.medium
-def test_weights_of_a_plain_network_start_one_with_attention(tmp_path, capsys, monkeypatch):
-    from lineattn.models import create_model
-
-    monkeypatch.setattr("lineattn.tasks.cls.create_model", create_model)
-    name = "resnet20_bottleneck_cifar"
-    plain = create_model(name, num_classes=10, in_chans=1, width=4)
-    torch.save(plain.state_dict(), tmp_path / "trunk.pth")
-    model = ("--model.name", name, "--model.width", "4", "--model.attn", "kcla", "--trainer.max_epochs", "1")
-    start = ("--model.weights", str(tmp_path / "trunk.pth"), "--optim.lr", "1e-12", "--optim.weight_decay", "0")
-    fit(tmp_path / "run", "--data.name", "digits", "--data.image_size", "8", *model, *start, quiet=False)
-    assert "loaded" in capsys.readouterr().out
-    weights = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    for key, value in plain.named_parameters():
-        assert torch.allclose(weights[f"net.backbone.{key}"], value, atol=1e-6)

@@ -44,7 +44,12 @@ def test_a_flag_against_the_network_of_the_checkpoint_is_an_error(trained, capsy
     ("flag", "value"),
     [
         *(("--optim.lr", "0.5"), ("--data.batch_size", "8"), ("--seed_everything", "3")),
-        *(("--data.augment", "pad_crop"), ("--model.weights", "other.pth"), ("--model.channels_last", "False")),
+        *(
+            ("--data.augment", "pad_crop"),
+            ("--model.trunk", "other.pth"),
+            ("--model.freeze_trunk", "True"),
+            ("--model.channels_last", "False"),
+        ),
         *(("--trainer.devices", "2"), ("--trainer.num_nodes", "2"), ("--trainer.limit_train_batches", "2")),
         *(("--trainer.overfit_batches", "2"), ("--trainer.gradient_clip_algorithm", "value")),
     ],

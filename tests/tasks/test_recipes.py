@@ -9,35 +9,44 @@ import torch
 import yaml
 
 from lineattn.tasks.data.source import Pixels, Splits
+from lineattn.tasks.optim import Optim, Schedule
 from lineattn.tasks.record import Record
 from tests.tasks.helpers import fit
 
 ROOT = Path(__file__).parents[2]
-PAPER = sorted((ROOT / "recipes" / "kcla_table1").glob("*.yaml"))
+ALL = sorted((ROOT / "recipes").rglob("*.yaml"))
+CIFAR, IMAGENET = (sorted((ROOT / "recipes" / table).glob("*.yaml")) for table in ("kcla_table1", "kcla_table2"))
 SMOKE = sorted((ROOT / "recipes" / "smoke").glob("*.yaml"))
 
 
-def test_the_table_is_complete():
+def test_the_tables_are_complete():
     cells = {
         f"cifar{classes}_resnet{depth}_{attn}"
         for classes in (10, 100)
         for depth in (20, 56, 110)
         for attn in ("none", "layer_softmax", "mrla_base", "mrla_light", "kcla")
     }
-    assert {path.stem for path in PAPER} == cells
-    assert {path.stem for path in SMOKE} == {"cifar_kcla", "digits_none", "digits_mrla_light", "digits_kcla"}
+    assert {path.stem for path in CIFAR} == cells
+    assert {path.stem for path in IMAGENET} == {
+        f"imagenet_resnet{depth}_{attn}" for depth in (50, 101) for attn in ("none", "mrla_light", "dla_light", "kcla")
+    }
+    digits = {"digits_none", "digits_mrla_light", "digits_kcla"}
+    assert {path.stem for path in SMOKE} == {"cifar_kcla", "imagenet_folder_kcla", *digits}
 
 
-@pytest.mark.parametrize("path", PAPER + SMOKE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_the_header_says_what_to_expect_and_how_to_run_it(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Expected: ") for line in header)
     command = next(line for line in header if line.startswith("# Command: "))
     assert f"lineattn fit cls --config {path.relative_to(ROOT)}" in command
+    if path in CIFAR + IMAGENET:
+        assert any(line.startswith("# Paper: KCLA, arXiv 2606.28405, table ") for line in header)
+        assert any(line.startswith("# Hardware and hours: ") for line in header)
 
 
-def test_the_papers_recipes_differ_in_network_and_data_alone():
-    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in PAPER}
+def test_the_papers_recipes_for_cifar_differ_in_network_and_data_alone():
+    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in CIFAR}
     assert len({str((recipe["optim"], recipe["trainer"])) for recipe in recipes.values()}) == 1
     for name, recipe in recipes.items():
         data, network, attn = name.split("_", 2)
@@ -47,22 +56,46 @@ def test_the_papers_recipes_differ_in_network_and_data_alone():
         assert "val_fraction" not in recipe["data"]  # the paper trains on all of them
 
 
-def sizes(path):
-    return () if "cifar100_resnet20" in path.stem else pytest.mark.medium
+def test_the_papers_recipes_for_imagenet_differ_in_network_and_milestones_alone():
+    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in IMAGENET}
+    for name, recipe in recipes.items():
+        _, network, attn = name.split("_", 2)
+        assert recipe["optim"].pop("milestones") == ([40, 70, 90] if attn == "kcla" else [30, 60, 90])
+        arguments = {} if attn == "none" else {"attn_args": {"head_dim": 32, "drop_path": 0.2}}
+        assert recipe.pop("model") == {"name": network, "attn": attn, "init": "paper", **arguments}
+        assert recipe["data"]["batch_size"] == 256 and recipe["trainer"]["devices"] == 1
+    assert len({str(recipe) for recipe in recipes.values()}) == 1
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=sizes(path)) for path in PAPER])
+def test_the_warm_up_for_imagenet_is_the_papers():
+    optim = Optim(**yaml.safe_load(IMAGENET[0].read_text())["optim"])
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=optim.lr)
+    schedule, rates = Schedule(optim, sgd, epochs=100, steps_per_epoch=1), []
+    for epoch in (0, 1, 2, 3, optim.milestones[0] - 1, *optim.milestones):
+        schedule.at(epoch, epoch)
+        rates.append(sgd.param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-4, 0.0333, 0.0667, 0.1, 0.1, 0.01, 0.001, 0.0001], rel=0.01)
+
+
+@pytest.mark.parametrize("path", CIFAR + IMAGENET, ids=lambda path: path.stem)
 @pytest.mark.medium
 def test_a_recipe_builds_and_takes_a_step(path, tmp_path, monkeypatch):
-    def load(root, *, classes, image_size, channels, download):
-        pixels = Pixels(torch.zeros(2, channels, image_size, image_size, dtype=torch.uint8), [0, 1])
-        return Splits([str(number) for number in range(classes)], pixels)
+    def zeros(classes, channels, size):
+        return Splits(
+            [str(number) for number in range(classes)],
+            Pixels(torch.zeros(2, channels, size, size, dtype=torch.uint8), [0, 1]),
+        )
 
-    monkeypatch.setattr("lineattn.tasks.data.cifar.load", load)
+    monkeypatch.setattr(
+        "lineattn.tasks.data.cifar.load",
+        lambda root, *, classes, image_size, channels, download: zeros(classes, channels, image_size),
+    )
+    monkeypatch.setattr("lineattn.tasks.data.folder.load", lambda root, *, channels: zeros(1000, channels, 32))
     monkeypatch.setattr(Record, "plot", lambda self: None)
-    found = fit(tmp_path / "run", "--config", str(path), "--data.image_size", "8", "--trainer.max_epochs", "1")
+    small = ("--data.image_size", "8" if path in CIFAR else "32", "--data.val_fraction", "0")
+    found = fit(tmp_path / "run", "--config", str(path), *small, "--trainer.max_epochs", "1")
     assert found["epochs"] == 1 and found["best"] is None
-    assert found["classes"] == int(path.stem.split("_")[0].removeprefix("cifar"))
+    assert found["classes"] == (1000 if path in IMAGENET else int(path.stem.split("_")[0].removeprefix("cifar")))
 
 
 @pytest.mark.slow
@@ -77,3 +110,11 @@ def test_a_folder_of_small_photographs_is_learnt(tmp_path, shared_data):
     recipe = ROOT / "recipes" / "smoke" / "cifar_kcla.yaml"
     found = fit(tmp_path / "run", "--config", str(recipe), "--data.root", str(root))
     assert found["last"]["test/acc1"] > 20 and found["best"] is not None
+
+
+@pytest.mark.slow
+def test_a_folder_in_imagenets_layout_is_learnt(tmp_path, shared_data):
+    root = shared_data("tiny_imagenet100")
+    recipe = ROOT / "recipes" / "smoke" / "imagenet_folder_kcla.yaml"
+    found = fit(tmp_path / "run", "--config", str(recipe), "--data.root", str(root))
+    assert found["last"]["val/acc1"] > 3 and found["classes"] == 100

@@ -1,8 +1,9 @@
-"""`lineattn export`: a checkpoint as safetensors, or as ONNX."""
+"""`lineattn export`: a checkpoint as safetensors, as ONNX, or as a program of torch.export."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,18 +12,30 @@ from lineattn.errors import InputError
 from lineattn.files import write_json, write_whole
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.export import ExportedProgram
+
     from lineattn.cli.restore import Trained
 
-# A larger difference between ONNX and torch than rounding explains.
+# A larger difference from torch than rounding explains, in parts of the largest logit.
 _TOLERANCE = 1e-3
+# Pixels between the sizes that a program is made with and checked at: a multiple of the usual reductions.
+_STEP = 32
 
+# Whose operators a graph may have: PyTorch's own in a program, ONNX's own (two names) in a model.
+_TORCH = ("aten", "prims", "higher_order")
+_ONNX = ("", "ai.onnx")
+
+_FILES = {"safetensors": "model.safetensors", "onnx": "model.onnx", "torch": "model.pt2"}
 # Lines of Python that run as they stand, in the folder of the export.
 _USE = {
-    ".safetensors": "import json, lineattn, pathlib, safetensors.torch; "
+    "safetensors": "import json, lineattn, pathlib, safetensors.torch; "
     "net = lineattn.create_model(**json.loads(pathlib.Path('model.json').read_text())['create_model']); "
     "net.load_state_dict(safetensors.torch.load_file('model.safetensors')); net.eval()",
-    ".onnx": "import onnxruntime; session = onnxruntime.InferenceSession('model.onnx')"
+    "onnx": "import onnxruntime; session = onnxruntime.InferenceSession('model.onnx')"
     "  # session.run(['logits'], {'images': X}) for an X of float32 and the shape above",
+    "torch": "import torch; net = torch.export.load('model.pt2').module()"
+    "  # net(X) for an X of float32 and the shape above; lineattn is not needed",
 }
 
 
@@ -30,32 +43,38 @@ def run(args: list[str]) -> int:
     """Writes the weights of a checkpoint, and how to build their network, where other programs can read them."""
     parser = argparse.ArgumentParser(
         prog="lineattn export",
-        description="Writes model.safetensors or model.onnx, and model.json: classes, input, how to build the network.",
+        description="Writes model.safetensors, model.onnx or model.pt2, and model.json: classes, input, how to build "
+        "or run the network. Weights are written as trained; in the other two everything constant is folded.",
         allow_abbrev=False,
     )
     parser.add_argument("--ckpt_path", type=Path, required=True, help="checkpoint of a run")
-    parser.add_argument("--to", choices=("safetensors", "onnx"), default="safetensors", help="default: safetensors")
+    parser.add_argument("--to", choices=tuple(_FILES), default="safetensors", help="default: safetensors")
     parser.add_argument("--out", type=Path, help="folder to write to (default: export/ in the run folder)")
-    parser.add_argument("--check", action="store_true", help="run the ONNX file and compare it with torch")
+    parser.add_argument("--dynamic", action="store_true", help="images of any size; the batch is always of any size")
+    parser.add_argument("--check", action="store_true", help="run the file, at another batch, and compare with torch")
     options = parser.parse_args(args)
-    if options.check and options.to != "onnx":
-        raise InputError("--check is for --to onnx: safetensors holds the weights themselves")
-
+    for given, name in ((options.check, "--check"), (options.dynamic, "--dynamic")):
+        if given and options.to == "safetensors":
+            raise InputError(f"{name} is for --to onnx or torch: safetensors holds the weights themselves")
     if options.to == "onnx":
         _need("onnxscript", "--to onnx")  # torch's exporter needs it
-    if options.check:
-        _need("onnxruntime", "--check")
+        if options.check:
+            _need("onnxruntime", "--check")
 
     from lineattn.cli.restore import restore
 
     trained = restore(options.ckpt_path)
     here = options.ckpt_path.parent
     out = options.out or (here.parent if here.name == "checkpoints" else here) / "export"
-    path = out / f"model.{options.to}"
-    (_write_onnx if options.to == "onnx" else _write_safetensors)(trained, path)
-    _write_json(trained, path)
+    path = out / _FILES[options.to]
+    if options.to == "safetensors":
+        _write_safetensors(trained.net, path)
+    else:
+        write = _write_onnx if options.to == "onnx" else _write_torch
+        write(_program(trained, dynamic=options.dynamic), path)
+    _write_json(trained, path, options.to, dynamic=options.dynamic)
     print(f"wrote {path} and {out / 'model.json'}")
-    return _check(trained, path) if options.check else 0
+    return _check(trained, path, dynamic=options.dynamic) if options.check else 0
 
 
 def _need(module: str, option: str) -> None:
@@ -63,63 +82,146 @@ def _need(module: str, option: str) -> None:
         raise InputError(f"{option} needs the export extra: pip install 'lineattn[export]'")
 
 
-def _write_safetensors(trained: Trained, path: Path) -> None:
+def _write_safetensors(net: nn.Module, path: Path) -> None:
     from safetensors.torch import save
 
-    weights = {name: tensor.contiguous() for name, tensor in trained.net.state_dict().items()}
+    weights = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
     write_whole(path, lambda file: file.write(save(weights)))
 
 
-def _write_json(trained: Trained, weights: Path) -> None:
+def _write_json(trained: Trained, weights: Path, kind: str, *, dynamic: bool) -> None:
     """Writes ``model.json`` beside the weights."""
     data = trained.data
     description = {
         "create_model": trained.arguments,
         "classes": trained.classes,
         "input": {
-            "shape": ["batch", data.channels, data.image_size, data.image_size],
+            "shape": ["batch", data.channels, *(["height", "width"] if dynamic else [data.image_size] * 2)],
             "range": "pixels in 0..1, then (x - mean) / std",
             "mean": data.mean,
             "std": data.std,
         },
-        "use": _USE[weights.suffix],
+        "use": _USE[kind],
     }
     write_json(weights.with_name("model.json"), description)
 
 
-def _write_onnx(trained: Trained, path: Path) -> None:
+def _program(trained: Trained, *, dynamic: bool) -> ExportedProgram:
+    """The network's graph for any batch and, if asked, any size of the images."""
+    import torch
+    from torch.export import Dim, export
+    from torch.fx import GraphModule
+
+    from lineattn.tasks.console import hush_libraries
+
+    net, side = trained.net, trained.data.image_size
+    example = torch.zeros(2, trained.data.channels, side + _STEP if dynamic else side, side)
+    if dynamic:
+        _need_sizes(net, example, side)
+    axes = {0: Dim.DYNAMIC, **({2: Dim.DYNAMIC, 3: Dim.DYNAMIC} if dynamic else {})}
+    with hush_libraries():
+        program = export(_folded(net), (example,), dynamic_shapes=(axes,))
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    _refuse_custom({str(target) for target in targets if getattr(target, "namespace", "aten") not in _TORCH})
+    return program
+
+
+def _need_sizes(net: nn.Module, example: Tensor, side: int) -> None:
+    import torch
+
+    try:
+        with torch.no_grad():
+            net(example)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise InputError(f"--dynamic: this network takes images of {side}x{side} alone; leave it out") from error
+
+
+def _folded(net: nn.Module) -> nn.Module:
+    """A copy with equal outputs where everything constant is folded, as far as the network's family is known."""
+    import torch
+
+    from lineattn.hosts.depth_host import DepthHost
+    from lineattn.hosts.fold import fold_batch_norms
+    from lineattn.hosts.plans import PLANS
+
+    if isinstance(net, DepthHost):
+        folded = net.fuse()
+    else:
+        folded = copy.deepcopy(net).requires_grad_(False)
+        for plan in PLANS:
+            if plan.matches(folded):
+                fold_batch_norms(list(plan.steps(folded)), folded)
+    for tensor in (*folded.parameters(), *folded.buffers()):
+        tensor.data = tensor.data.clone(
+            memory_format=torch.contiguous_format
+        )  # views would be written with their whole
+    return folded
+
+
+def _refuse_custom(operators: set[str]) -> None:
+    if operators:
+        raise InputError(
+            f"the graph has operators that other programs don't know: {', '.join(sorted(operators))}; export a network "
+            "whose attention consists of PyTorch's own operators"
+        )
+
+
+def _write_torch(program: ExportedProgram, path: Path) -> None:
+    import torch
+
+    write_whole(path, lambda file: torch.export.save(program, file))
+
+
+def _write_onnx(program: ExportedProgram, path: Path) -> None:
     import torch
 
     from lineattn.tasks.console import hush_libraries
 
-    data = trained.data
-    example = torch.zeros(2, data.channels, data.image_size, data.image_size)
     with hush_libraries():
-        program = torch.onnx.export(
-            trained.net,
-            (example,),
+        written = torch.onnx.export(
+            program,
             input_names=["images"],
             output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamic_shapes=({0: "batch", 2: "height", 3: "width"},),  # only names: what is dynamic is decided
             dynamo=True,
             verbose=False,
         )
-    assert program is not None
-    model = program.model_proto.SerializeToString()
-    write_whole(path, lambda file: file.write(model))
+    assert written is not None
+    model = written.model_proto
+    _refuse_custom({f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in _ONNX})
+    content = model.SerializeToString()
+    write_whole(path, lambda file: file.write(content))
 
 
-def _check(trained: Trained, path: Path) -> int:
-    """Prints how far ONNX Runtime is from torch on random images; 1 if further than rounding explains."""
+def _check(trained: Trained, path: Path, *, dynamic: bool) -> int:
+    """Prints how far the file is from torch on random images; 1 if further than rounding explains."""
+    import torch
+
+    side = trained.data.image_size
+    size = (side, side + 2 * _STEP) if dynamic else (side, side)
+    images = torch.randn(3, trained.data.channels, *size, generator=torch.Generator().manual_seed(0))
+    found = _run_onnx(path, images) if path.suffix == ".onnx" else _run_torch(path, images)
+    with torch.no_grad():
+        expected = trained.net(images)
+    error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    print(
+        f"largest absolute difference from torch over 3 random images of {size[0]}x{size[1]}: {error:.2g} "
+        f"(largest logit {largest:.3g})"
+    )
+    return 0 if error <= _TOLERANCE * max(largest, 1.0) else 1
+
+
+def _run_onnx(path: Path, images: Tensor) -> Tensor:
     import onnxruntime
     import torch
 
-    data = trained.data
-    images = torch.randn(3, data.channels, data.image_size, data.image_size, generator=torch.Generator().manual_seed(0))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+
+def _run_torch(path: Path, images: Tensor) -> Tensor:
+    import torch
+
     with torch.no_grad():
-        expected = trained.net(images)
-    error, size = (found - expected).abs().max().item(), expected.abs().max().item()
-    print(f"largest absolute difference from torch over 3 random images: {error:.2g} (largest logit {size:.3g})")
-    return 0 if error <= _TOLERANCE * max(size, 1.0) else 1
+        return torch.export.load(path).module()(images)

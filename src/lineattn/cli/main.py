@@ -1,9 +1,10 @@
 """The `lineattn` command: picks the verb, and turns what a user can mend into one line and an exit code.
 
 Nothing but the standard library is imported before a verb is chosen, so that help and version answer at once.
-A verb is one line in `VERBS` and a module `lineattn.cli.<verb>` with ``run(args: list[str]) -> int``.
+A verb is one line in `VERBS` and a module `lineattn.cli.<verb>` with ``run(args: list[str]) -> int``; a dash of
+the verb is an underscore in the module's name.
 
-Exit codes: 0 done, 1 done with failures (a cell of a sweep), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 done with failures (a cell of a sweep, a fault in the data), 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ VERBS = {
     "demo": "train plain, MRLA-light and KCLA ResNets on small real images: table, curves, report (a minute)",
     "models": "networks with parameters and MACs, and the attention methods they take",
     "show": "one method (equation, paper, cost) or one network (stages, parameters, MACs)",
+    "check-data": "what is wrong with a data set, before training finds out",
     "sweep": "a grid of settings times seeds, one run folder each; finished runs are not run again",
     "compare": "finished runs side by side: mean ± std, parameters, MACs, memory, time",
     "bench": "time and memory of networks and operators, beside what they are compared with",
-    "export": "a checkpoint to safetensors, or to ONNX with a check against torch",
+    "export": "a checkpoint to safetensors, ONNX or torch.export, with a check against torch",
+    "doctor": "versions, kernels, devices, network: what works here and what doesn't",
 }
 TASK_VERBS = {
     "fit": "train",
@@ -76,7 +79,7 @@ def _dispatch(argv: list[str]) -> int:
         return _run_task(verb, args)
     if verb not in VERBS:
         raise unknown("command", verb, [*VERBS, *TASK_VERBS])
-    return import_module(f"lineattn.cli.{verb}").run(args)
+    return import_module(f"lineattn.cli.{verb.replace('-', '_')}").run(args)
 
 
 def _run_task(verb: str, args: list[str]) -> int:

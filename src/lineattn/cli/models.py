@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from lineattn.errors import InputError
 
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from lineattn.registry import Card
+
+_TIMM = "timm/"
+_ROWS = 40  # networks that are counted: each of timm takes a second
+
 
 class Cost(NamedTuple):
-    """A plain network's size: parameters, and MACs of one image of ``side`` pixels."""
+    """A network's size: parameters, and MACs of one image of ``side`` pixels."""
 
     params: int
     macs: int
@@ -17,53 +28,114 @@ class Cost(NamedTuple):
 
 
 def run(args: list[str]) -> int:
-    """Prints the networks, all or those that fit a pattern, and the methods that can be attached to them."""
+    """Prints the networks and the methods that can be attached to them, all or those that fit a pattern."""
     parser = argparse.ArgumentParser(
         prog="lineattn models",
-        description="Networks with parameters and MACs, and the methods they take.",
+        description="Networks with parameters and MACs, and the methods they take. A pattern also finds the names that "
+        "lineattn.timm registers; timm's own networks are found as 'timm/PATTERN'.",
         allow_abbrev=False,
     )
     parser.add_argument("pattern", nargs="?", help="e.g. 'resnet*_cifar'; quote it, or the shell expands it")
     pattern = parser.parse_args(args).pattern
 
-    from rich.table import Table
-
     from lineattn import list_methods, list_models, registry
     from lineattn.tasks.console import plain_console
 
-    names = list_models(pattern)
-    if not names:
-        raise InputError(f"no network fits {pattern!r}; `lineattn models` lists all")
-    networks = Table(title="networks (--model.name)", title_justify="left")
-    networks.add_column("name")
-    for column in ("parameters", "MMACs", "at"):
-        networks.add_column(column, justify="right")
-    for name in names:
-        cost = plain_cost(name)
-        networks.add_row(name, f"{cost.params:,}", f"{cost.macs / 1e6:,.1f}", f"{cost.side}x{cost.side}")
-    methods = Table(title="attention over depth for each of them (--model.attn)", title_justify="left")
-    for column in ("name", "method", "time", "state", "paper"):
-        methods.add_column(column)
-    for name in list_methods("depth"):
-        card = registry.get(name)
-        methods.add_row(name, card.title, card.cost, card.state, card.paper)
+    if pattern is not None and pattern.startswith(_TIMM):
+        names, registered = _of_timm(pattern), []
+    else:
+        names, registered = list_models(pattern), _registered(pattern) if pattern else []
+    methods = fnmatch.filter(list_methods("depth"), pattern or "*")
+    if not (names or registered or methods):
+        raise InputError(
+            f"no network or method fits {pattern!r}; `lineattn models` lists all but timm's, which are timm/NAME"
+        )
     console = plain_console()
-    console.print(networks)
-    console.print("A MAC is a multiply-accumulate of a convolution or matrix product, for one image.\n")
-    console.print(methods)
+    if names:
+        console.print(_networks("networks (--model.name)", names, plain_cost))
+    if registered:
+        console.print(_networks("registered by lineattn.timm (timm.create_model)", registered, timm_cost))
+    if names or registered:
+        console.print("A MAC is a multiply-accumulate of a convolution or matrix product, for one image.\n")
+    if methods:
+        console.print(_methods([registry.get(name) for name in methods]))
     console.print("`lineattn show NAME` says more about a network or a method.")
     return 0
 
 
 def plain_cost(name: str) -> Cost:
     """Size of a network without attention, counted without allocating or computing anything."""
+    from lineattn import create_model
+
+    if name.startswith(_TIMM):
+        return timm_cost(name.removeprefix(_TIMM))
+    return _cost(lambda: create_model(name), 32 if name.endswith("_cifar") else 224)
+
+
+def timm_cost(name: str) -> Cost:
+    """Size of a network by its name in timm, ours among them, at the size that it is made for."""
+    import timm
+
+    config = timm.get_pretrained_cfg(name)
+    assert config is not None
+    return _cost(lambda: timm.create_model(name), config.input_size[-1])
+
+
+def _cost(build: Callable[[], nn.Module], side: int) -> Cost:
     import torch
 
-    from lineattn import create_model
     from lineattn.analysis.cost import count_macs, count_params
 
-    side = 32 if name.endswith("_cifar") else 224
     with torch.device("meta"):
-        net = create_model(name)
-        example = torch.empty(1, 3, side, side)
-    return Cost(count_params(net), count_macs(net, example), side)
+        net, example = build(), torch.empty(1, 3, side, side)
+    return Cost(count_params(net), count_macs(net.eval(), example), side)
+
+
+def _of_timm(pattern: str) -> list[str]:
+    import timm
+
+    return fnmatch.filter([_TIMM + name for name in timm.list_models(exclude_filters="*_tpu*")], pattern)
+
+
+def _registered(pattern: str) -> list[str]:
+    import lineattn.timm
+
+    return fnmatch.filter(lineattn.timm.default_cfgs, pattern)
+
+
+def _networks(title: str, names: Sequence[str], cost: Callable[[str], Cost]) -> Table:
+    from rich.table import Table
+
+    from lineattn.cli.progress import bars
+
+    shown = names[:_ROWS]
+    rest = f"; {len(names) - _ROWS} more fit the pattern" if len(names) > _ROWS else ""
+    table = Table(title=f"{title}{rest}", title_justify="left")
+    table.add_column("name", overflow="fold")
+    for column in ("parameters", "MMACs", "at"):
+        table.add_column(column, justify="right")
+    with bars() as progress:
+        for name in progress.track(shown, description="counting"):
+            try:
+                found = cost(name)
+            except Exception as error:  # the code of any network of timm
+                table.add_row(name, "-", "-", type(error).__name__)
+                continue
+            table.add_row(name, f"{found.params:,}", f"{found.macs / 1e6:,.1f}", f"{found.side}x{found.side}")
+    return table
+
+
+def _methods(cards: Sequence[Card]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = "attention over depth for each of them (--model.attn)"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in ("name", "time", "state", "reads", "arXiv"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("method", overflow="fold")
+    for card in cards:
+        cls = card.cls
+        reads = "branch" if cls.position == "branch" else "output+shortcut" if cls.needs_shortcut else "output"
+        table.add_row(card.name, card.cost, card.state, reads, card.arxiv or card.paper, card.title)
+    return table

@@ -40,7 +40,7 @@ def restore(path: Path) -> Trained:
     found = load(path)
     config, classes = found[KEY]["config"], found[KEY]["classes"]
     data = ImageData(**config["data"], seed=config["seed_everything"])
-    model = {**config["model"], "weights": None}
+    model = {**config["model"], "trunk": None}
     module = Classifier(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
     module.load_state_dict(found["state_dict"])
     net = module.net if module.ema is None else module.ema.module

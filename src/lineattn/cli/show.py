@@ -48,7 +48,12 @@ def _method(card: Card) -> str:
         f"  axis    {card.axis}; time {card.cost}, state {card.state}",
         f"  class   {card.where}",
     ]
-    lines += [f"  no gradient by construction: {name}: {reason}" for name, reason in card.no_gradient]
+    if card.start:
+        lines.append(f"  start   with init='paper' the network starts changed: {card.start}")
+    lines += [
+        f"  no gradient by construction: {name}: {reason}"
+        for name, reason in (*card.no_gradient, *card.no_gradient_alone)
+    ]
     return "\n".join([*lines, "", _plain(theory), "", _plain(inspect.getdoc(card.cls) or "")])
 
 
@@ -75,7 +80,7 @@ def _network(name: str, attn: str | None) -> str:
         f"  {stage:<8} {info['num_chs']:>8}  {info['reduction']:>9}  {info['module']}"
         for stage, info in enumerate(host.feature_info)
     ]
-    lines.append(f"  classifier for {host.num_classes} classes reads {host.num_features} features")
+    lines.append(f"  classifier for {host.num_classes} classes reads {host.head_hidden_size} features")
     if attn:
         macs = count_macs(host, torch.empty(1, 3, plain.side, plain.side, device="meta"))
         lines.append(

@@ -82,6 +82,10 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
         _header(cli)
     if cli.module.trunk_report is not None:
         console.say(cli.module.trunk_report)
+        if cli.ckpt_path is None and splits.val is not None:
+            cli.recorder.start = _evaluate(cli, "val")
+            found = "  ".join(f"{key} {value:.4g}" for key, value in cli.recorder.start.items())
+            console.say(f"before the first step: {found}")
     cli.trainer.fit(cli.module, datamodule=cli.data, ckpt_path=cli.ckpt_path, weights_only=True)
     last = dict(cli.recorder.last_val())
     best: dict[str, Any] | None = dict(cli.checkpoints.best) if cli.checkpoints.best else None
@@ -205,6 +209,7 @@ def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) ->
         "seconds_per_epoch": cli.recorder.seconds_per_epoch(),
         "epochs": len(cli.recorder.rows),
         "seed": cli.seed,
+        "start": cli.recorder.start,
         "last": last,
         "best": best,
         "classes": len(cli.classes),

@@ -29,12 +29,13 @@ from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
 
 # What a network is must not change under its weights ...
-_NETWORK = ("model.name", *ATTENTION_KEYS, "model.width", "model.weights", "data.channels")
+_NETWORK = ("model.name", *ATTENTION_KEYS, "model.width", "model.trunk", "data.channels")
 # ... and what a run computes must not change in its middle.
 _RUN = (
     "optim",
     "seed_everything",
     "model.channels_last",
+    "model.freeze_trunk",
     *(f"data.{key}" for key in ("name", "batch_size", "image_size", "augment", "rand_augment", "erasing", "mixup")),
     *(f"data.{key}" for key in ("cutmix", "mean", "std", "val_fraction", "on_error")),
     *(f"trainer.{key}" for key in ("precision", "accumulate_grad_batches", "gradient_clip_val")),
@@ -213,7 +214,7 @@ class TaskCLI(LightningCLI):
         self.classes: list[str] = self._classes()
         model = config.model.as_dict()
         if self.stored is not None:
-            model["weights"] = None  # the checkpoint's take their place
+            model["trunk"] = None  # the checkpoint's weights take their place
         self.module = Classifier(
             **model,
             classes=len(self.classes),
@@ -268,7 +269,7 @@ class TaskCLI(LightningCLI):
             here = self.ckpt_path.parent
             return here.parent if here.name == "checkpoints" else here
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / "cls" / f"{stamp}-{self.config.model.name}-{self.config.model.attn}"
+        return Path("runs") / "cls" / f"{stamp}-{self.config.model.name.replace('/', '-')}-{self.config.model.attn}"
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from lineattn import registry
 from lineattn.errors import InputError, unknown
 from lineattn.hosts import plans
 from lineattn.hosts.depth_host import DepthHost
+from lineattn.hosts.probe import evaluating, make_probe, same_draws
 from lineattn.hosts.site import StateScope, derive
 from lineattn.hosts.step import Plan, Step, run_split
 from lineattn.nn.depth.base import DepthAttention, Init
@@ -73,13 +75,13 @@ def attach(
     if copy:
         net = copying.deepcopy(net)
 
-    probe = _probe(net, plan.probe_side(net))
-    walked = prove(net, plan, probe, split=False)
+    probe = make_probe(net, plan.probe_side(net))
+    proof = prove(net, plan, probe, split=False)
     modules = {}
-    for path, site in derive(walked, reach, carries=cls.carries, norm=plan.norm).items():
+    for path, site in derive(proof.walked, reach, carries=cls.carries, norm=plan.norm).items():
         defaults = {"head_dim": math.gcd(plan.head_dim, site.channels)} if takes_head_dim else {}
         modules[path] = cls(site, init=init, **(defaults | method_args))
-    host = DepthHost(net, plan, modules, _feature_info(walked, probe))
+    host = DepthHost(net, plan, modules, _feature_info(proof.walked, probe), proof.num_features, proof.head_width)
     if host.needs_split:
         try:
             prove(net, plan, probe, split=True)
@@ -91,7 +93,24 @@ def attach(
     return host
 
 
-def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> list[tuple[Step, torch.Size]]:
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a network that its plan was compared with.
+
+    Attributes:
+        walked: The steps that are modules, and the shapes of their outputs, as maps.
+        head_width: Channels that its classifier reads.
+    """
+
+    walked: list[tuple[Step, torch.Size]]
+    head_width: int
+
+    @property
+    def num_features(self) -> int:
+        return self.walked[-1][1][1]
+
+
+def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> Proof:
     """Compares a network with its plan, step by step.
 
     Args:
@@ -100,30 +119,31 @@ def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> list[tup
         probe: An input.
         split: Whether to walk the blocks in two halves, branch and shortcut.
 
-    Returns:
-        The steps and the shapes of their outputs.
-
     Raises:
         InputError: The first step whose output isn't the network's own, or that can't be split.
     """
     walked: list[tuple[Step, torch.Size]] = []
-    with _evaluating(net), torch.no_grad():
+    with evaluating(net), torch.no_grad():
         steps, size = list(plan.steps(net)), (probe.shape[2], probe.shape[3])
         logits, outputs, ran = _run_plain(net, steps, probe)
-        with _recording(net) as ran_walked, _same_draws(probe):
+        with _recording(net) as ran_walked, same_draws(probe):
             x = probe
             for step in steps:
                 x = _walk_step(step, x, split)
+                if split and step.site:
+                    ran_walked.add(step.path)  # a block may have parameters of its own, which its halves read
                 if not isinstance(step.module, nn.Module):
                     continue
                 if step.path not in outputs:
                     raise InputError(f"{_name(net)}: its forward never calls {step.path!r}, which a {plan.family} does")
                 _compare(x, outputs[step.path], f"{_name(net)}: {step.path!r} is the first step that puts out", plan)
                 walked.append((step, step.show(x, size).shape))
+            head_width = plan.head(net, x.clone(), True).shape[-1]  # copied: a head may work in place
             _compare(plan.head(net, x, False), logits, f"{_name(net)}: after the last step, the head puts out", plan)
-    if extra := sorted(ran - ran_walked):
+    homes = {name.rpartition(".")[0] for name in plan.stem}  # read, but not called
+    if extra := sorted(ran - ran_walked - homes):
         raise InputError(f"{_name(net)}: its forward calls {extra[0]!r}, which a {plan.family} has not; write a plan")
-    return walked
+    return Proof(walked, head_width)
 
 
 def _walk_step(step: Step, x: Tensor, split: bool) -> Tensor:
@@ -147,7 +167,7 @@ def _run_plain(net: nn.Module, steps: list[Step], probe: Tensor) -> tuple[Tensor
             if isinstance(step.module, nn.Module):
                 stack.callback(step.module.register_forward_hook(partial(keep, step.path)).remove)
         ran = stack.enter_context(_recording(net))
-        stack.enter_context(_same_draws(probe))
+        stack.enter_context(same_draws(probe))
         return net(probe), outputs, ran
 
 
@@ -161,36 +181,6 @@ def _recording(net: nn.Module) -> Iterator[set[str]]:
                 hook = module.register_forward_hook(lambda _module, _args, _out, name=name: ran.add(name))
                 stack.callback(hook.remove)
         yield ran
-
-
-@contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
-    flags = {module: module.training for module in net.modules()}
-    try:
-        net.eval()
-        yield
-    finally:
-        for module, training in flags.items():
-            module.training = training
-
-
-@contextmanager
-def _same_draws(probe: Tensor) -> Iterator[None]:
-    """Random numbers drawn inside start from one seed, and the user's stream goes on as if there had been none."""
-    # Generator by generator: torch.manual_seed would also seed accelerators that aren't forked here.
-    with torch.random.fork_rng([probe.device] if probe.is_cuda else []):
-        torch.default_generator.manual_seed(0)
-        if probe.is_cuda:
-            with torch.cuda.device(probe.device):
-                torch.cuda.manual_seed(0)
-        yield
-
-
-def _probe(net: nn.Module, size: int) -> Tensor:
-    first = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
-    draws = torch.Generator().manual_seed(0)
-    probe = torch.randn(2, first.in_channels, size, size, generator=draws, device="cpu")
-    return probe.to(first.weight)
 
 
 def _compare(ours: Tensor, theirs: Tensor, what: str, plan: Plan) -> None:
@@ -228,7 +218,7 @@ class Unsplittable(InputError):
 def _unsplit() -> list[str]:
     """Methods that stand behind any block, whatever is in it."""
     cards = map(registry.get, registry.list_methods("depth"))
-    return [card.name for card in cards if card.cls.position == "after" and card.cls.needs_shortcut is False]
+    return [card.name for card in cards if card.cls.position == "after" and not card.cls.needs_shortcut]
 
 
 def _known_arguments(cls: type[DepthAttention], name: str, given: dict[str, Any]) -> set[str]:

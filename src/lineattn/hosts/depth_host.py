@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
@@ -35,6 +36,8 @@ class DepthHost(nn.Module):
         plan: How it is walked.
         sites: The method behind each step, by the step's path; steps that are left out stay plain.
         feature_info: Of each map of `features`, ``num_chs``, ``reduction`` and ``module``.
+        num_features: Channels of what `forward_features` returns, as in timm.
+        head_hidden_size: Channels that the classifier reads, as in timm.
 
     Shape:
         - Input and output: those of the network.
@@ -46,20 +49,18 @@ class DepthHost(nn.Module):
         plan: Plan,
         sites: Mapping[str, DepthAttention],
         feature_info: Sequence[Mapping[str, Any]],
+        num_features: int,
+        head_hidden_size: int,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.sites = nn.ModuleDict({site_key(path): module for path, module in sites.items()})
         self.plan = plan
         self.feature_info = [dict(info) for info in feature_info]
+        self.num_features, self.head_hidden_size = num_features, head_hidden_size
         self.needs_split = any(module.needs_split for module in sites.values())
         self.grad_checkpointing = False
         self._starts = frozenset(site_key(path) for path, module in sites.items() if module.site.entry == "start")
-
-    @property
-    def num_features(self) -> int:
-        """Channels of the last map."""
-        return self.feature_info[-1]["num_chs"]
 
     @property
     def num_classes(self) -> int:
@@ -70,11 +71,11 @@ class DepthHost(nn.Module):
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The map that the head reads."""
+        """What the head reads, in the network's own layout."""
         return self._walk(x, keep=())[0]
 
     def features(self, x: Tensor) -> list[Tensor]:
-        """The map at the end of each stage, with attention."""
+        """The map at the end of each stage, with attention; the levels are those of `feature_info`."""
         return self._walk(x, keep=range(len(self.feature_info)))[1]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -118,7 +119,7 @@ class DepthHost(nn.Module):
         Args:
             x: Input of the network.
             indices: Which stages: their indices (negative ones count from the end), the last ``n``, or all.
-            norm: Without effect: these networks have no norm behind their maps.
+            norm: Without effect where a network has no norm behind its maps, and refused where it has one.
             stop_early: Leave out the steps behind the last stage that is asked for.
             output_fmt: ``NCHW``.
             intermediates_only: Return the maps alone.
@@ -127,34 +128,70 @@ class DepthHost(nn.Module):
             The last map that was computed, and the list of the maps asked for.
 
         Raises:
-            InputError: There is no such stage, or another format is asked for.
+            InputError: There is no such stage, or another format or a norm is asked for.
         """
+        if norm and self.plan.norm == "layer":
+            raise InputError(f"norm=True: these are the maps before the last norm of the {self.plan.family}")
         if output_fmt != "NCHW":
             raise InputError(f"output_fmt is {output_fmt!r}; these maps are 'NCHW'")
-        stages = len(self.feature_info)
-        if indices is None or isinstance(indices, int):
-            indices = range(-(stages if indices is None else indices), 0)
-        keep = sorted({i + stages if i < 0 else i for i in indices})
-        if not keep or keep[0] < 0 or keep[-1] >= stages:
-            raise InputError(f"indices {list(indices)}: this network has stages 0 to {stages - 1}")
-        x, maps = self._walk(x, keep, stop=keep[-1] if stop_early else None)
+        keep = self._levels(indices)
+        x, maps = self._walk(x, keep, stop=keep[-1] if stop_early or intermediates_only else None)
         return maps if intermediates_only else (x, maps)
 
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] | None = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Takes out, in place, what the maps asked for don't need: later blocks with their sites, and the head.
+
+        For timm's ``features_only=True``: every parameter that is left gets a gradient.
+
+        Args:
+            indices: Which stages, as for `forward_intermediates`.
+            prune_norm: Without effect: the norm behind the last map goes in any case.
+            prune_head: Without effect: so does the head.
+
+        Returns:
+            The indices, counted from 0.
+        """
+        keep = self._levels(indices)
+        level, paths = 0, list(self.plan.stem)
+        for step in self.plan.steps(self.backbone):
+            paths.append(step.path)
+            level += step.is_feature
+            if level > keep[-1]:
+                break
+        for key in self.sites.keys() - {site_key(path) for path in paths}:
+            del self.sites[key]
+        for name, module in list(self.backbone.named_modules()):
+            own = next(module.parameters(recurse=False), None) is not None
+            inside = any(f"{name}.".startswith(f"{path}.") for path in paths)
+            around = any(path.startswith(f"{name}.") for path in paths)
+            if own and name and not inside and not around:
+                self.backbone.set_submodule(name, nn.Identity())
+                paths.append(name)  # with it go the modules inside
+        return keep
+
     def get_classifier(self) -> nn.Module:
-        """The network's classifier."""
-        return self.backbone.get_submodule(self.plan.classifier)
+        """The network's classifier; of a distilled one, that of the class token."""
+        return self.backbone.get_submodule(self.plan.classifiers(self.backbone)[0])
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Puts a new classifier in; with ``num_classes=0`` the pooled features come out.
 
         Raises:
-            InputError: Another pooling is asked for; it belongs to the network.
+            InputError: Another pooling is asked for, which belongs to the network, or the classifier isn't linear.
         """
         if global_pool is not None:
             raise InputError(f"global_pool is {global_pool!r}; the pooling of the {self.plan.family} can't be changed")
         like = next(self.backbone.parameters())
-        new = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
-        self.backbone.set_submodule(self.plan.classifier, new.to(like))
+        for path in self.plan.classifiers(self.backbone):
+            present = self.backbone.get_submodule(path)
+            if not isinstance(present, nn.Linear | nn.Identity):
+                raise InputError(
+                    f"the classifier {path!r} is a {type(present).__name__}; only a Linear can be replaced"
+                )
+            new = nn.Linear(self.head_hidden_size, num_classes) if num_classes else nn.Identity()
+            self.backbone.set_submodule(path, new.to(like).train(present.training))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block and its site in the backward pass, instead of keeping what is inside.
@@ -169,7 +206,7 @@ class DepthHost(nn.Module):
 
         A site is in the group of the block that it stands behind; the head is in none, which is the last.
         """
-        stem = [(rf"^backbone\.{name}$", (0,)) for name in self.plan.stem]
+        stem = [(rf"^backbone\.{re.escape(name)}$", (0,)) for name in self.plan.stem]
         groups: dict[str, list[tuple[str, tuple[int]]]] = {"stem": stem, "blocks": []}
         stage = block = 0
         for step in self.plan.steps(self.backbone):
@@ -182,6 +219,11 @@ class DepthHost(nn.Module):
                 groups["stem"].append((pattern, (0,)))
             stage += step.stage_end
         return groups
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that the network wants without weight decay, for timm's optimisers."""
+        theirs = getattr(self.backbone, "no_weight_decay", None)
+        return set() if theirs is None else {f"backbone.{name}" for name in theirs()}
 
     def fuse(self, *, trunk: bool = True) -> DepthHost:
         """A copy for evaluation with equal outputs, where everything constant is folded.
@@ -196,7 +238,7 @@ class DepthHost(nn.Module):
         for key, module in fused.sites.items():
             fused.sites[key] = cast(DepthAttention, module).fuse()
         if trunk:
-            fold_batch_norms([step.module for step in self.plan.steps(fused.backbone)], fused.backbone)
+            fold_batch_norms(list(self.plan.steps(fused.backbone)), fused.backbone)
         return fused
 
     def fold_gain(self) -> None:
@@ -214,6 +256,16 @@ class DepthHost(nn.Module):
 
     def extra_repr(self) -> str:
         return f"plan={self.plan.family!r}, sites={len(self.sites)}"
+
+    def _levels(self, indices: int | Sequence[int] | None) -> list[int]:
+        """Which maps are asked for, counted from 0 and in order."""
+        stages = len(self.feature_info)
+        if indices is None or isinstance(indices, int):
+            indices = range(-(stages if indices is None else indices), 0)
+        keep = sorted({i + stages if i < 0 else i for i in indices})
+        if not keep or keep[0] < 0 or keep[-1] >= stages:
+            raise InputError(f"indices {list(indices)}: this network has stages 0 to {stages - 1}")
+        return keep
 
     def _walk(self, x: Tensor, keep: Sequence[int], stop: int | None = None) -> tuple[Tensor, list[Tensor]]:
         """What the head reads, and the maps of the pyramid that are in ``keep``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -97,4 +97,8 @@ def derive(
             before, index = shape, index + 1
         if step.stage_end:
             stage, index = stage + 1, 0
+    entries = [site.entry for site in sites.values()]
+    for (path, site), following in zip(list(sites.items()), [*entries[1:], "start"], strict=True):
+        if site.entry != "continue" and following != "continue":
+            sites[path] = replace(site, alone=True)
     return sites

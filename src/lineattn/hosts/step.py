@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
 
 Act: TypeAlias = Callable[[Tensor], Tensor]
@@ -25,14 +26,23 @@ class Maps:
 
     Attributes:
         of: ``of(x, size)`` shows ``x`` as maps, if possible without copying; ``size`` is that of the network's input.
-        back: ``back(x, maps)`` is ``x`` with other maps in it; what isn't part of the maps (a class token) stays.
+        back: ``back(x, maps)`` is ``x`` with other maps in it, laid out in memory as ``x`` is, so that the network goes
+            on with the same kernels; what isn't part of the maps (a class token) stays.
     """
 
     of: Callable[[Tensor, tuple[int, int]], Tensor]
     back: Callable[[Tensor, Tensor], Tensor]
 
 
-NHWC = Maps(of=lambda x, size: x.permute(0, 3, 1, 2), back=lambda x, maps: maps.permute(0, 2, 3, 1))
+def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` in memory as ``x`` is, copied if need be."""
+    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
+
+
+NHWC = Maps(
+    of=lambda x, size: x.permute(0, 3, 1, 2),
+    back=lambda x, maps: laid_out_as(x, maps.permute(0, 2, 3, 1)),
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Plan:
         matches: Whether a network belongs to it.
         steps: The network's steps up to its last map, read from the network at each call.
         head: ``head(net, x, pre_logits)`` takes the last map to the logits, or to what the classifier reads.
-        classifier: Path of the classifier, a linear layer.
+        classifier: Path of the classifier, a linear layer; or ``classifier(net)``, the paths of all.
         head_dim: Width of an attention head unless the user says otherwise.
         probe_size: Side of an input that every stage can be told apart with, or ``probe_size(net)`` where the network
             takes one size only.
@@ -91,11 +101,14 @@ class Plan:
     matches: Callable[[nn.Module], bool]
     steps: Callable[[nn.Module], Iterator[Step]]
     head: Callable[[nn.Module, Tensor, bool], Tensor]
-    classifier: str
+    classifier: str | Callable[[nn.Module], tuple[str, ...]]
     head_dim: int
     probe_size: int | Callable[[nn.Module], int]
     norm: Literal["batch", "layer"] = "batch"
     stem: tuple[str, ...] = ()
+
+    def classifiers(self, net: nn.Module) -> tuple[str, ...]:
+        return (self.classifier,) if isinstance(self.classifier, str) else self.classifier(net)
 
     def probe_side(self, net: nn.Module) -> int:
         return self.probe_size if isinstance(self.probe_size, int) else self.probe_size(net)
@@ -106,6 +119,29 @@ def run_split(split: Split, block: Callable[[Tensor], Tensor], x: Tensor) -> tup
     branch, shortcut, act = split(cast(nn.Module, block), x)
     branch += shortcut
     return act(branch), shortcut
+
+
+def same(x: Tensor) -> Tensor:
+    """The activation of a block that has none behind its add."""
+    return x
+
+
+def timm_head(net: Any, x: Tensor, pre_logits: bool) -> Tensor:
+    """`Plan.head` of every network of timm."""
+    return net.forward_head(x, pre_logits=pre_logits)
+
+
+def through_classifier(net: Any, x: Tensor, pre_logits: bool) -> Tensor:
+    """Through the layers of a network's ``classifier``, the last of which is the linear one."""
+    *layers, last = net.classifier
+    for layer in layers:
+        x = layer(x)
+    return x if pre_logits else last(x)
+
+
+def last_of_classifier(net: Any) -> tuple[str, ...]:
+    """`Plan.classifier` of such a network."""
+    return (f"classifier.{len(net.classifier) - 1}",)
 
 
 def loaded(module: str, *names: str) -> tuple[type, ...]:

@@ -1,25 +1,22 @@
-"""Weights of a trunk into a network or a host, with a report; published checkpoints of KCLA and MRLA into ours."""
+"""Weights of a trunk into a network or a host, with a report of what became of each tensor."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lineattn import registry
 from lineattn.errors import InputError
-from lineattn.files import load_torch
-from lineattn.hosts.depth_host import DepthHost, site_key
+from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.plans import find
+from lineattn.hosts.sources import Source, read
 
-Source: TypeAlias = str | Path | Mapping[str, Any]
-
-_WRAPPERS = ("state_dict", "model", "model_state_dict")
-_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "backbone.")
+_PREFIXES = ("module.", "_orig_mod.", "ema.module.", "model.", "net.", "backbone.")
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,7 @@ class LoadReport:
         source: Where the weights came from.
         loaded: Names in the network that were set.
         new: Names in the network that the source doesn't have and need not: the methods, a fresh classifier.
+        adapted: Of the loaded ones, those that were changed on the way, with what was done.
         dropped: Names in the source that were left out on purpose, with the reason.
         unexpected: Names in the source that the network has no place for.
     """
@@ -37,16 +35,19 @@ class LoadReport:
     source: str
     loaded: tuple[str, ...]
     new: tuple[str, ...] = ()
+    adapted: tuple[tuple[str, str], ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
     unexpected: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.source}: {len(self.loaded)} tensors loaded"]
         if self.new:
-            lines.append(f"new, as they were: {_some(self.new)}")
-        lines += [f"dropped {name}: {reason}" for name, reason in self.dropped]
+            lines.append(f"new, as they were: {some(self.new)}")
+        lines += [f"adapted {name}: {change}" for name, change in self.adapted]
+        for reason in dict.fromkeys(reason for _, reason in self.dropped):
+            lines.append(f"dropped {some([name for name, why in self.dropped if why == reason])}: {reason}")
         if self.unexpected:
-            lines.append(f"no place for: {_some(self.unexpected)}")
+            lines.append(f"no place for: {some(self.unexpected)}")
         return "\n".join(lines)
 
 
@@ -54,18 +55,24 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
     """Loads the weights of a plain network into a host's backbone or into the plain network itself.
 
     All or nothing: an error leaves the network as it was. Wrappers (``state_dict``) and prefixes (``module.``,
-    ``_orig_mod.``, ``model.``, ``backbone.``) are taken off.
+    ``_orig_mod.``, ``model.``, ``net.``, ``backbone.``) are taken off, and timm's networks convert older layouts of
+    their weights. As in timm, the first convolution of a network for another number of channels is made from that for
+    three, and a classifier for another number of classes stays new.
+
+    A source that has attention too, such as a checkpoint of a run, gives it to the sites where the same method stands
+    in the same form; elsewhere it is dropped, with the reason.
 
     Args:
         net: A host or a plain network.
-        source: A file (``.safetensors``, or what `torch.save` wrote) or a state dict.
+        source: A file (``.safetensors``, or what `torch.save` wrote), a state dict, or a name that
+            `lineattn.hosts.sources.read` knows: ``timm/resnet50.a1_in1k``, ``torchvision/resnet50``.
         strict_head: Whether a classifier that is missing or of another class count is an error; else ours stays.
 
     Returns:
-        What was loaded, what is new, what was dropped, what was unexpected.
+        What was loaded, what is new, what was adapted, dropped or unexpected.
 
     Raises:
-        InputError: The file can't be read, or a trunk weight is missing, renamed, or of another shape.
+        InputError: The source can't be read, or a trunk weight is missing, renamed, or of another shape.
 
     Example:
         >>> import lineattn
@@ -75,12 +82,14 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
         >>> [name for name, reason in report.dropped]
         ['fc.weight', 'fc.bias']
     """
-    trunk = net.backbone if isinstance(net, DepthHost) else net
-    assert isinstance(trunk, nn.Module)
-    head = find(trunk).classifier + "."
+    trunk, classifiers = trunk_of(net)
+    heads = tuple(f"{path}." for path in classifiers)
     ours = trunk.state_dict()
-    name, theirs = read_state_dict(source)
-    theirs = {_strip(key, ours): value for key, value in theirs.items()}
+    found = read(source)
+    theirs = {strip(key, ours): value for key, value in found.tensors.items()}
+    attention = {key: theirs.pop(key) for key in list(theirs) if key.startswith("sites.")}
+    theirs = _as_the_network_has_them(trunk, ours, theirs)
+    adapted = _adapt_first_conv(trunk, ours, theirs)
 
     load: dict[str, Tensor] = {}
     new, dropped = [], []
@@ -88,58 +97,43 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
         given = theirs.get(key)
         if given is not None and given.shape == value.shape:
             load[key] = given
-        elif key.startswith(head) and not strict_head:
+        elif key.startswith(heads) and not strict_head:
             new.append(key)
             if given is not None:
                 dropped.append((key, f"{tuple(given.shape)} there, {tuple(value.shape)} here (another class count?)"))
         elif given is not None:
-            raise InputError(f"{name}: {key} has shape {tuple(given.shape)}; the network's is {tuple(value.shape)}")
+            raise InputError(
+                f"{found.name}: {key} has shape {tuple(given.shape)}; the network's is {tuple(value.shape)}"
+            )
         elif not key.endswith(".num_batches_tracked"):  # older files lack it, and nothing reads it
-            raise _missing(name, key, [other for other in theirs if other not in ours])
+            raise _missing(found.name, key, [other for other in theirs if other not in ours])
     left = [key for key in theirs if key not in ours]
-    dropped += [(key, "not of the trunk") for key in left if key.startswith("sites.")]
-    trunk.load_state_dict(load, strict=False)
+    dropped += [(key, "the network has no classifier there") for key in left if key.startswith(heads)]
+    unexpected = tuple(key for key in left if not key.startswith(heads))
+    sites: dict[str, Tensor] = {}
     if isinstance(net, DepthHost):
-        new += [f"sites.{key}" for key in net.sites.state_dict()]
-    unexpected = tuple(key for key in left if not key.startswith("sites."))
-    return LoadReport(name, tuple(load), tuple(new), tuple(dropped), unexpected)
+        sites, unfit = _fitting(net, attention, found.method)
+        dropped += unfit
+        new += [f"sites.{key}" for key in net.sites.state_dict() if f"sites.{key}" not in sites]
+        net.sites.load_state_dict({key.removeprefix("sites."): value for key, value in sites.items()}, strict=False)
+    else:
+        dropped += [(key, "the network has no attention") for key in attention]
+    trunk.load_state_dict(load, strict=False)
+    return LoadReport(found.name, (*load, *sites), tuple(new), adapted, tuple(dropped), unexpected)
 
 
-def read_state_dict(source: Source) -> tuple[str, dict[str, Tensor]]:
-    """Name and tensors of a state dict or of a file that holds one; code in a file is never run.
+def trunk_of(net: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The network without attention, which a plain one is itself, and the paths of its classifiers.
 
     Raises:
-        InputError: The file is missing, no weights file, or a pickle of something else than weights.
+        InputError: No plan knows the network.
     """
-    if isinstance(source, Mapping):
-        return "state dict", _unwrap(source, "state dict")
-    path = Path(source)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; give a weights file (.safetensors, .pth) or a state dict")
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return str(path), load_file(path)
-        except SafetensorError as error:
-            raise InputError(f"{path}: not a whole safetensors file ({error})") from error
-    return str(path), _unwrap(load_torch(path), str(path))
+    trunk, plan = (cast(nn.Module, net.backbone), net.plan) if isinstance(net, DepthHost) else (net, find(net))
+    return trunk, plan.classifiers(trunk)
 
 
-def _unwrap(content: Any, name: str) -> dict[str, Tensor]:
-    while isinstance(content, Mapping):
-        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
-        if inner is None:
-            tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
-            if tensors:
-                return tensors
-            break
-        content = inner
-    raise InputError(f"{name}: holds no state dict; it should map names to tensors")
-
-
-def _strip(key: str, known: Mapping[str, Any]) -> str:
+def strip(key: str, known: Mapping[str, Any]) -> str:
+    """A name without what wrappers have put in front of it."""
     while key not in known:
         prefix = next((prefix for prefix in _PREFIXES if key.startswith(prefix)), None)
         if prefix is None:
@@ -148,110 +142,88 @@ def _strip(key: str, known: Mapping[str, Any]) -> str:
     return key
 
 
-def _missing(source: str, key: str, unplaced: list[str]) -> InputError:
-    near = difflib.get_close_matches(key, unplaced, n=1)
-    hint = f"; it has {near[0]!r} (renamed?)" if near else "; is it of another network?"
-    return InputError(f"{source}: the trunk's {key!r} is missing{hint}")
-
-
-def _some(names: tuple[str, ...]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many there are."""
     shown = ", ".join(names[:4])
     return f"{shown}, ... {len(names)} in all" if len(names) > 4 else shown
 
 
-# Published names to ours, of the modules at a site. KCLA's and MRLA's codes share them.
-_MODULES = {
-    "Wq": "query",
-    "Wk": "key",
-    "Wv": "value",
-    "bn": "norm",
-    "bn_mrla": "norm",
-    "head_att": "gate",
-    "adjust_channel": "transition.conv",
-    "u_bn": "transition.norm",
-    "u_Wk": "transition.key",
-    "lambda_t": "decay",
-}
-_BLOCK = re.compile(
-    r"(?:stages\.(?P<stage>\d+)|layer(?P<layer>\d+))\.(?:(?P<list>layers|attention)\.)?(?P<block>\d+)\."
-)
-_METHOD_PARTS = {"kcla", "mrla", "bn_mrla"}
-_TRANSITION = {"adjust_channel", "u_bn", "u_Wk"}
-_UNUSED = {"norm_d", "bn2"}
+def _as_the_network_has_them(
+    trunk: nn.Module, ours: Mapping[str, Tensor], theirs: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """A network of timm may convert what doesn't fit: the layout of the first release, or of another image size."""
+    module = sys.modules[type(trunk).__module__]
+    convert: Callable[..., dict[str, Tensor]] | None = getattr(module, "checkpoint_filter_fn", None)
+    fits = all(key in theirs and theirs[key].shape == value.shape for key, value in ours.items())
+    return theirs if convert is None or fits else convert(theirs, trunk)
 
 
-def load_published(host: DepthHost, source: Source) -> LoadReport:
-    """Loads a checkpoint of the published KCLA or MRLA networks, trunk and method.
+def _adapt_first_conv(
+    trunk: nn.Module, ours: Mapping[str, Tensor], theirs: dict[str, Tensor]
+) -> tuple[tuple[str, str], ...]:
+    """Sums or repeats the first kernel's channels as timm does, in place of ``theirs``."""
+    first = next((name for name, module in trunk.named_modules() if isinstance(module, nn.Conv2d)), None)
+    key = f"{first}.weight"
+    if key not in theirs:
+        return ()
+    there, here = theirs[key].shape, ours[key].shape
+    if len(there) != 4 or there[1] != 3 or here[1] == 3:
+        return ()
+    from timm.models import adapt_input_conv
 
-    Their names for block ``i`` of a stage: on CIFAR ``stages.S.i.*`` and ``stages.S.i.kcla.*``; for KCLA on ImageNet
-    ``layerN.layers.i.*`` and ``layerN.attention.i.*``; for MRLA ``layerN.i.*``, ``layerN.i.mrla.*`` and
-    ``layerN.i.bn_mrla.*``. Members that their forward never calls (the first stage's transition) are dropped, and so
-    are temperatures, which ours rebuilds from ``p``.
+    theirs[key] = adapt_input_conv(here[1], theirs[key])
+    return ((key, f"for 3 channels there, for {here[1]} here"),)
 
-    Args:
-        host: A host with ``init="paper"`` and the published form: ``variant="ref-cls"`` for KCLA, ``head_dim=64`` for
-            ImageNet networks, ``scope="anchors=11"`` for ResNet-101.
-        source: A file or a state dict.
 
-    Returns:
-        What was loaded and what was dropped.
-
-    Raises:
-        InputError: A tensor is missing, left over or of another shape.
-    """
-    name, theirs = read_state_dict(source)
-    ours = host.state_dict()
+def _fitting(
+    host: DepthHost, attention: Mapping[str, Tensor], method: str | None
+) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
+    """What of the attention goes to which site, and what doesn't, with the reason."""
     load: dict[str, Tensor] = {}
-    dropped, unexpected = [], []
-    for key, value in theirs.items():
-        place = _published_place(_strip(key, ours), host)
-        if place is None:
-            dropped.append((key, "never called in the published forward, or rebuilt here"))
-        elif place not in ours:
-            unexpected.append(key)
-        elif _significant(ours[place]) != _significant(value):
-            raise InputError(
-                f"{name}: {key} has shape {tuple(value.shape)}, {place} has {tuple(ours[place].shape)}; "
-                "is head_dim, width, num_classes or scope another?"
-            )
+    dropped: list[tuple[str, str]] = []
+    for site in dict.fromkeys(key.split(".")[1] for key in attention):
+        theirs = {key: value for key, value in attention.items() if key.startswith(f"sites.{site}.")}
+        reason = _unfit(host, site, theirs, method)
+        if reason is None:
+            load |= theirs
         else:
-            load[place] = value.reshape(ours[place].shape)
-    if unexpected:
-        raise InputError(f"{name}: no place for {_some(tuple(unexpected))}; is it of another method or depth?")
-    if lacking := [key for key in ours if key not in load and not key.endswith(".num_batches_tracked")]:
-        raise InputError(f"{name}: nothing there for {_some(tuple(lacking))}; is the host's scope or init another?")
-    host.load_state_dict(load, strict=False)
-    return LoadReport(name, tuple(load), (), tuple(dropped))
+            dropped += [(key, reason) for key in theirs]
+    return load, dropped
 
 
-def _significant(tensor: Tensor) -> list[int]:
-    return [size for size in tensor.shape if size != 1]
+def _unfit(host: DepthHost, site: str, theirs: Mapping[str, Tensor], method: str | None) -> str | None:
+    if site not in host.sites:
+        return "the network has no attention there"
+    here = _method(host)
+    if method is not None and method != here:
+        return f"of {method}; the network has {here}"
+    ours = {f"sites.{site}.{key}": value for key, value in host.sites[site].state_dict().items()}
+    if odd := ours.keys() ^ theirs.keys():
+        if odd == {gain := f"sites.{site}.gain"}:
+            there, here = ("identity", "paper") if gain in theirs else ("paper", "identity")
+            return f"trained with init={there!r}; the network has init={here!r}"
+        return f"no {here} of the same form: {_difference(ours, theirs, site)}"
+    if reshaped := [key for key, value in ours.items() if value.shape != theirs[key].shape]:
+        key = reshaped[0].removeprefix(f"sites.{site}.")
+        return f"no {here} of the same form: {key} is of another shape"
+    return None
 
 
-def _published_place(key: str, host: DepthHost) -> str | None:
-    """Our name for a published one; ``None`` for what the published forward doesn't use."""
-    block = _BLOCK.match(key)
-    if block is None:
-        return f"backbone.{key}"
-    stage = f"stages.{block['stage']}" if block["layer"] is None else f"layer{block['layer']}"
-    path, rest = f"{stage}.{block['block']}", key[block.end() :]
-    parts = rest.split(".")
-    if block["list"] != "attention" and parts[0] not in _METHOD_PARTS:
-        return f"backbone.{path}.{rest}"
-    key_at = next((at for at, part in enumerate(parts) if part in _MODULES or part in _UNUSED), None)
-    if key_at is None:
-        return f"sites.{site_key(path)}.{rest}"
-    module = parts[key_at]
-    if module in _UNUSED or (module in _TRANSITION and _not_called(host, path, module)):
-        return None
-    return ".".join(["sites", site_key(path), _MODULES[module], *parts[key_at + 1 :]])
+def _difference(ours: Iterable[str], theirs: Iterable[str], site: str) -> str:
+    def names(keys: Iterable[str], others: Iterable[str]) -> str:
+        return some(sorted(key.removeprefix(f"sites.{site}.") for key in set(keys) - set(others)))
+
+    more, less = names(theirs, ours), names(ours, theirs)
+    return "; ".join([*([f"it has {more}"] if more else []), *([f"it has no {less}"] if less else [])])
 
 
-def _not_called(host: DepthHost, path: str, module: str) -> bool:
-    """Theirs build a transition at the first stage too, and its convolution where nothing changes."""
-    if site_key(path) not in host.sites:
-        return False
-    method: Any = host.sites[site_key(path)]
-    if method.site.entry == "transition":
-        return module == "adjust_channel" and method.transition.conv is None
-    return method.site.entry == "start"
+def _method(host: DepthHost) -> str:
+    cls = type(next(iter(host.sites.values())))
+    cards = map(registry.get, registry.list_methods("depth"))
+    return next((card.name for card in cards if card.cls is cls), cls.__name__)
+
+
+def _missing(source: str, key: str, unplaced: list[str]) -> InputError:
+    near = difflib.get_close_matches(key, unplaced, n=1)
+    hint = f"; it has {near[0]!r} (renamed?)" if near else "; is it of another network?"
+    return InputError(f"{source}: the trunk's {key!r} is missing{hint}")

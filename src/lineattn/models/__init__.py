@@ -1,4 +1,4 @@
-"""Complete networks, by name: our own where no library has one, and torchvision's ResNets."""
+"""Complete networks, by name: our own where no library has one, torchvision's ResNets, and all of timm's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import nn
 from lineattn.errors import InputError, unknown
 from lineattn.hosts.attach import attach
 from lineattn.hosts.site import StateScope
+from lineattn.hosts.sources import Source
+from lineattn.hosts.weights import load_trunk
 from lineattn.models.cifar_resnet import BasicBlock, Bottleneck, CifarResNet
 from lineattn.nn.depth.base import Init
 
@@ -25,7 +27,9 @@ _TORCHVISION = (
 
 
 def list_models(pattern: str | None = None) -> list[str]:
-    """Names that `create_model` takes, all or those that fit a pattern; CIFAR ResNets of other depths exist too.
+    """Names that `create_model` takes, all or those that fit a pattern.
+
+    CIFAR ResNets of other depths exist too, and ``timm/NAME`` is any network of timm.
 
     Example:
         >>> list_models("resnet*_bottleneck_cifar")[:2]
@@ -39,6 +43,7 @@ def create_model(
     name: str,
     *,
     attn: str | None = None,
+    trunk: Source | None = None,
     num_classes: int | None = None,
     in_chans: int = 3,
     init: Init = "identity",
@@ -49,9 +54,10 @@ def create_model(
     """A network by name, plain or with attention over depth.
 
     Args:
-        name: One of `list_models`.
+        name: One of `list_models`, or ``timm/NAME``.
         attn: Method of the depth axis; ``None`` or ``"none"`` for the plain network.
-        num_classes: Classes; by default 10 for CIFAR networks and 1000 for torchvision's.
+        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`; what became of each is printed.
+        num_classes: Classes; by default 10 for CIFAR networks and the library's, 1000 mostly, for others.
         in_chans: Channels of the image.
         init: Start of the methods, see `lineattn.attach`. ``paper`` also starts torchvision's residual branches at
             zero, as the papers' ImageNet recipes do.
@@ -63,7 +69,7 @@ def create_model(
         The plain network, or a `lineattn.hosts.depth_host.DepthHost`.
 
     Raises:
-        InputError: No such model, method or argument.
+        InputError: No such model, method or argument, or weights that don't fit.
 
     Example:
         >>> net = create_model("resnet20_bottleneck_cifar", attn="kcla", num_classes=100, init="paper")
@@ -76,18 +82,23 @@ def create_model(
         net = CifarResNet(
             block, int(match[1]), num_classes=classes, in_chans=in_chans, width=16 if width is None else width
         )
+    elif width is not None:
+        raise InputError(f"width is for CIFAR networks; {name} has none")
     elif name in _TORCHVISION:
-        if width is not None:
-            raise InputError(f"width is for CIFAR networks; {name} has none")
         net = _torchvision(name, 1000 if num_classes is None else num_classes, in_chans, init == "paper")
+    elif name.startswith("timm/"):
+        net = _timm(name, num_classes, in_chans)
     else:
-        raise unknown("model", name, list_models())
+        raise unknown("model", name, [*list_models(), *_in_timm(name)])
     if attn is None or attn == "none":
         if method_args or scope is not None:
             given = ", ".join([*method_args, *(["scope"] if scope is not None else [])])
             raise InputError(f"{given}: for a method, and attn is not given")
-        return net
-    return attach(net, attn, init=init, scope=scope, **method_args)
+    else:
+        net = attach(net, attn, init=init, scope=scope, **method_args)
+    if trunk is not None:
+        print(load_trunk(net, trunk))
+    return net
 
 
 def _torchvision(name: str, num_classes: int, in_chans: int, zero_branches: bool) -> nn.Module:
@@ -99,3 +110,22 @@ def _torchvision(name: str, num_classes: int, in_chans: int, zero_branches: bool
         net.conv1 = nn.Conv2d(in_chans, net.conv1.out_channels, 7, 2, 3, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
     return net
+
+
+def _timm(name: str, num_classes: int | None, in_chans: int) -> nn.Module:
+    """timm's network; imported here, as the import takes seconds."""
+    import timm
+
+    arch, dot, _ = name.removeprefix("timm/").partition(".")
+    if dot:
+        raise InputError(f"{name} are weights: the network is timm/{arch}, and trunk={name!r} loads them into it")
+    if not timm.is_model(arch):
+        raise unknown("model", name, [f"timm/{known}" for known in timm.list_models()])
+    return timm.create_model(arch, num_classes=num_classes, in_chans=in_chans)
+
+
+def _in_timm(name: str) -> list[str]:
+    """What ``timm/`` was forgotten before."""
+    import timm
+
+    return [f"timm/{name}"] if timm.is_model(name) else []

@@ -67,12 +67,17 @@ def channel_norm(site: Site) -> nn.BatchNorm2d | LayerNorm2d:
     return nn.BatchNorm2d(site.channels) if site.norm == "batch" else LayerNorm2d(site.channels)
 
 
-def softmax_over_depth(query: Tensor, keys: Tensor) -> Tensor:
-    r""":math:`\mathrm{softmax}_s(\langle q, k_s \rangle / \sqrt{D})`: ``(B, h, D), (B, h, L, D) -> (B, h, L)``.
+def compare(query: Tensor, keys: Tensor) -> Tensor:
+    r""":math:`\langle q, k_s \rangle`: ``(B, h, D), (B, h, L, D) -> (B, h, L)``.
 
     A sum of products rather than a matrix product, which autocast would take out of float32.
     """
-    return torch.softmax((query[..., None, :] * keys).sum(-1) / math.sqrt(query.shape[-1]), dim=-1)
+    return (query[..., None, :] * keys).sum(-1)
+
+
+def softmax_over_depth(query: Tensor, keys: Tensor) -> Tensor:
+    r""":math:`\mathrm{softmax}_s(\langle q, k_s \rangle / \sqrt{D})`: ``(B, h, D), (B, h, L, D) -> (B, h, L)``."""
+    return torch.softmax(compare(query, keys) / math.sqrt(query.shape[-1]), dim=-1)
 
 
 def drop_path_factor(x: Tensor, drop_path: float, training: bool) -> Tensor | None:

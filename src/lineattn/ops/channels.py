@@ -24,6 +24,16 @@ def channel_conv(y: Tensor, weight: Tensor) -> Tensor:
     return (F.pad(y, (len(taps) // 2, len(taps) // 2)).unfold(-1, len(taps), 1) * taps).sum(-1)
 
 
+def linear(y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:math:`y W^T + b` in the type of ``y``: ``(B, I), (O, I), (O,) -> (B, O)``; autocast doesn't lower it."""
+    weight, bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
+    # Only where there is something to turn off, so that an exported graph is free of it.
+    if torch.amp.is_autocast_available(y.device.type) and torch.is_autocast_enabled(y.device.type):
+        with torch.autocast(y.device.type, enabled=False):
+            return F.linear(y, weight, bias)
+    return F.linear(y, weight, bias)
+
+
 def heads(y: Tensor, count: int) -> Tensor:
     """``(B, C) -> (B, h, D)``; a head is a contiguous slice of the channels."""
     return y.unflatten(-1, (count, -1))

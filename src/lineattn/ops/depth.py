@@ -369,8 +369,9 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The types of the arguments decide, in the backward too; devices without autocast have nothing to turn off."""
-    if torch.amp.is_autocast_available(device.type):
+    """The types of the arguments decide, in the backward too."""
+    # Only where there is something to turn off, so that an exported graph is free of it.
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

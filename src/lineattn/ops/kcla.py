@@ -94,9 +94,14 @@ def score(key: Tensor, weights: Weights, form: Form) -> Tensor:
     return found if form.clamp is None else found.clamp(max=form.clamp)
 
 
+def agreement(query: Tensor, key: Tensor) -> Tensor:
+    r""":math:`\rho_h = \langle q_h, k_h / \lVert k_h \rVert \rangle`: twice ``(B, h, D) -> (B, h)``."""
+    return (query * key).sum(-1) / key.norm(dim=-1).clamp_min(SHORT)
+
+
 def gate(query: Tensor, key: Tensor, log_norm: Tensor, weights: Weights, form: Form) -> Tensor:
     r""":math:`\sigma(\Phi \rho)` with :math:`\rho_h = \langle q_h, k_h / \lVert k_h \rVert \rangle`, ``(B, h)``."""
-    rho = (query * key).sum(-1) / key.norm(dim=-1).clamp_min(SHORT)
+    rho = agreement(query, key)
     if weights.mixing is not None:
         # Not a matrix product: under autocast it would leave float32.
         rho = (rho[:, None] * weights.mixing.to(rho.dtype)).sum(-1)

@@ -35,7 +35,7 @@ def load(path: str | Path) -> dict[str, Any]:
         raise InputError(f"no checkpoint at {path}: a run's are in its checkpoints/ folder")
     found = load_torch(path)
     if not isinstance(found, dict) or "state_dict" not in found or not _is_ours(found.get(KEY)):
-        raise InputError(f"{path} is no checkpoint of a run; weights alone are given with --model.weights")
+        raise InputError(f"{path} is no checkpoint of a run; weights alone are given with --model.trunk")
     return found
 
 

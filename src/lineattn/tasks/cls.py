@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from lineattn.errors import InputError
+from lineattn.hosts.weights import load_trunk, trunk_of
 from lineattn.measure import SavedBytes, static_bytes
 from lineattn.models import create_model
 from lineattn.nn.depth.base import Init
@@ -35,7 +36,9 @@ class Classifier(LightningModule):
         scope: How far the attention's state is carried: `carry`, `per_stage` or `every=k`; by default the method's.
         attn_args: Further arguments of the method, such as `head_dim` or `drop_path`.
         width: Channels of the first stage, for networks that have the choice.
-        weights: A file with weights of the network without attention, to start from.
+        trunk: Weights to start from, of the network without attention or of another run: a file, or by name as
+            `timm/resnet50.a1_in1k` and `torchvision/resnet50`.
+        freeze_trunk: Train the attention and the classifier alone; batch norms of the rest keep their statistics.
         channels_last: Keep activations in the memory order that convolutions prefer.
         classes: Number of classes.
         in_chans: Channels of the images.
@@ -53,7 +56,8 @@ class Classifier(LightningModule):
         scope: str | None = None,
         attn_args: dict[str, Any] | None = None,
         width: int | None = None,
-        weights: str | None = None,
+        trunk: str | None = None,
+        freeze_trunk: bool = False,
         channels_last: bool = True,
         *,
         classes: int,
@@ -78,10 +82,15 @@ class Classifier(LightningModule):
                 **(attn_args or {}),
             )
         self.trunk_report: str | None = None
-        if weights is not None:
-            from lineattn.hosts.weights import load_trunk
-
-            self.trunk_report = str(load_trunk(self.net, weights))
+        if trunk is not None:
+            self.trunk_report = str(load_trunk(self.net, trunk))
+        self.freeze_trunk = freeze_trunk
+        if freeze_trunk:
+            frozen, classifiers = trunk_of(self.net)
+            frozen.requires_grad_(False)
+            for path in classifiers:
+                frozen.get_submodule(path).requires_grad_(True)
+            self.train()
         self.net = self.net.to(memory_format=self.memory_format)  # pyright: ignore[reportCallIssue]
         self.ema = None
         if self.optim.ema_decay > 0:
@@ -94,6 +103,13 @@ class Classifier(LightningModule):
         self.step_bytes: int | None = None
         # The first step with a loss that is no number; on the device, so that asking is not needed at each step.
         self.first_bad = torch.tensor(math.inf)
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode; a frozen trunk is always in evaluation."""
+        super().train(mode)
+        if self.freeze_trunk:
+            trunk_of(self.net)[0].eval()
+        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """Class logits, (B, C, H, W) -> (B, classes); of the averaged weights in evaluation, where there are any."""

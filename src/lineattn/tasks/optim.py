@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lineattn.errors import unknown
+from lineattn.hosts.depth_host import DepthHost
+from lineattn.hosts.plans import find
 from lineattn.tasks.ranges import require
 
 Sched = Literal["multistep", "cosine", "step", "poly", "none"]
@@ -27,6 +29,8 @@ class Optim:
         weight_decay: Weight decay.
         momentum: Momentum, for optimisers that have one.
         decay_all: Decay norms and biases too, as the papers do.
+        layer_decay: Factor of the learning rate from one block of the network to the one before it, for fine-tuning;
+            the attention learns with the block that it stands behind.
         schedule: How the learning rate falls: `multistep`, `cosine`, `step`, `poly` or `none`.
         milestones: Epochs, counted from 0, from which on the rate is divided, for `multistep`.
         decay_epochs: Epochs between two divisions, for `step`.
@@ -47,6 +51,7 @@ class Optim:
     weight_decay: float = 1e-4
     momentum: float = 0.9
     decay_all: bool = True
+    layer_decay: float | None = None
     schedule: Sched = "cosine"
     milestones: list[int] = field(default_factory=list)
     decay_epochs: int = 30
@@ -64,12 +69,20 @@ class Optim:
             raise unknown("optimiser", self.name, known)
         require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
         require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
+        if self.layer_decay is not None:
+            require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "above 0 and at most 1")
         require(0 <= self.label_smoothing <= 1, "optim.label_smoothing", self.label_smoothing, "from 0 to 1")
         require(0 <= self.ema_decay < 1, "optim.ema_decay", self.ema_decay, "0 or more and below 1")
 
 
 def optimizer(config: Optim, net: nn.Module) -> Optimizer:
-    """The optimiser of a network's parameters."""
+    """The optimiser of a network's parameters.
+
+    Raises:
+        InputError: Layer decay is asked for, and the order of the network's layers isn't known.
+    """
+    if config.layer_decay is not None and not hasattr(net, "group_matcher"):
+        net = DepthHost(net, find(net), {}, [], 0, 0)  # knows the order of its blocks
     return create_optimizer_v2(
         net,
         opt=config.name,
@@ -77,6 +90,7 @@ def optimizer(config: Optim, net: nn.Module) -> Optimizer:
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         filter_bias_and_bn=not config.decay_all,
+        layer_decay=config.layer_decay,
     )
 
 

@@ -29,15 +29,17 @@ class Record(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows: list[dict[str, float]] = []
+        self.start: dict[str, float] | None = None  # validation before the first step, where a trunk was given
         self.peak_mib: float | None = None
         self._began = 0.0
         self._spent = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "spent": self._spent + self._running(), "peak_mib": self.peak_mib}
+        return {"rows": self.rows, "start": self.start, "spent": self._spent + self._running(), "peak_mib": self.peak_mib}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows, self._spent = state_dict["rows"], state_dict["spent"]
+        self.start = state_dict["start"]
         self.peak_mib = state_dict["peak_mib"]
 
     def _running(self) -> float:
@@ -62,7 +64,7 @@ class Record(Callback):
         row: dict[str, float] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),  # layer decay lowers the others
         }
         row |= pl_module.train_meter.compute("train", pl_module.device)
         row |= pl_module.results
@@ -101,10 +103,11 @@ class Record(Callback):
         figure = Figure(figsize=(9, 3.5))
         figure.subplots_adjust(left=0.08, right=0.98, bottom=0.15, top=0.96)
         canvas = FigureCanvasAgg(figure)
-        epochs = [row["epoch"] + 1 for row in self.rows]
+        rows = [{"epoch": -1} | (self.start or {}), *self.rows]
+        epochs = [row["epoch"] + 1 for row in rows]
         for axes, (label, unit) in zip(figure.subplots(1, 2), (("loss", ""), ("acc1", ", %")), strict=True):
             for split in ("train", "val"):
-                values = [row.get(f"{split}/{label}") for row in self.rows]
+                values = [row.get(f"{split}/{label}") for row in rows]
                 if any(value is not None for value in values):
                     axes.plot(epochs, [float("nan") if value is None else value for value in values], label=split)
             axes.set(xlabel="epoch", ylabel={"loss": "loss", "acc1": "top-1 accuracy"}[label] + unit)

@@ -37,6 +37,7 @@ class Site:
         stride: Resolution of the previous site over this one's, for a transition.
         norm: How the network normalises, which its methods do too: ``batch`` norm, or ``layer`` norm over the
             channels of a position.
+        alone: Whether the stretch that begins here (by a start or a transition) has no other site.
     """
 
     channels: int
@@ -46,6 +47,7 @@ class Site:
     prev_channels: int | None = None
     stride: int = 1
     norm: Literal["batch", "layer"] = "batch"
+    alone: bool = False
 
 
 class DepthAttention(nn.Module, ABC):
@@ -72,7 +74,7 @@ class DepthAttention(nn.Module, ABC):
     """What `forward` gets and returns: the block's output, or its residual branch before the shortcut is added."""
 
     needs_shortcut: bool = False
-    """Whether `forward` reads ``shortcut``."""
+    """Whether `forward` reads ``shortcut``; of the class, whether it does so unless an argument says otherwise."""
 
     def __init__(self, site: Site, *, drop_path: float = 0.0, init: Init = "identity") -> None:
         super().__init__()

@@ -18,20 +18,16 @@ with :math:`q, k` channel convolutions of the pooled map and :math:`D_h = P_h \s
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import Tensor
 
-from lineattn.errors import InputError, unknown
-from lineattn.nn.common import ChannelConv, channel_norm, drop_path_factor, fold_norm, norm_data, read_out
+from lineattn.errors import unknown
+from lineattn.nn.common import drop_path_factor, norm_data, read_out
 from lineattn.nn.depth.base import Init, Site
-from lineattn.nn.depth.pooled import PooledAttention
-from lineattn.ops.channels import heads, per_channel, pool
-from lineattn.ops.kcla import Form, Past, Weights, address, gate, score, write
+from lineattn.nn.depth.key_correlated import PAPER, KeyCorrelated, Variant
+from lineattn.ops.channels import per_channel, pool
+from lineattn.ops.kcla import Past, address, gate, score, write
 from lineattn.ops.kcla_operator import kcla
 from lineattn.registry import register
 
@@ -52,87 +48,14 @@ class KCLAState(NamedTuple):
     past: Past | None = None
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Where the published codes part from the paper and from each other.
-
-    Attributes:
-        score: ``paper`` divides the key's length by :math:`P_h \\sqrt{D}`, ``multiply`` multiplies it by
-            :math:`P_h` (so that head 1 is the softest), ``divide`` divides it by :math:`P_h`.
-        clamp: Largest score, or ``None``; a clamped score passes no gradient to its key.
-        eps: Added to the normaliser of what is read.
-        gate: Whether the gate mixes heads by :math:`\\Phi`, or is :math:`\\sigma(\\rho)`.
-        direction: Key that the query is compared with: the ``current`` one or the ``running`` sum of all.
-        relu: Whether a ReLU follows the batch norm.
-        own_transition_key: Whether a transition has a channel convolution of its own for its key, or uses the site's.
-        transition_conv: ``changes``: a transition has a 1x1 convolution, without a bias, where width or resolution
-            changes. ``always``: every transition has one, with a bias.
-    """
-
-    score: Literal["paper", "multiply", "divide"] = "paper"
-    clamp: float | None = None
-    eps: float = 0.0
-    gate: Literal["mixed", "plain"] = "mixed"
-    direction: Literal["current", "running"] = "current"
-    relu: bool = True
-    own_transition_key: bool = True
-    transition_conv: Literal["changes", "always"] = "changes"
-
-
 VARIANTS = {
-    "paper": Variant(),
+    "paper": PAPER,
     "ref-cls": Variant(score="multiply", clamp=10.0, eps=1e-3),
     "ref-det0": Variant(clamp=10.0, eps=1e-3, direction="running"),
     "ref-seg": Variant(
         score="divide", clamp=10.0, gate="plain", relu=False, own_transition_key=False, transition_conv="always"
     ),
 }
-
-
-def temperatures(count: int, p: float) -> Tensor:
-    """:math:`P_h`, log-spaced from ``p`` to ``1 / p``; one head gets their geometric mean, 1.
-
-    Example:
-        >>> [round(t, 3) for t in temperatures(3, 0.7).tolist()]
-        [0.7, 1.0, 1.429]
-    """
-    if count == 1:
-        return torch.ones(1)
-    return torch.logspace(math.log(p), -math.log(p), count, base=math.e)
-
-
-class Transition(nn.Module):
-    """Brings the mean of a stage to the width and resolution of the next, where it counts as one layer.
-
-    :math:`r = \\mathrm{BN}(\\mathrm{Conv}_{1 \\times 1}(m))`, grouped by heads; but for the variant
-    ``ref-seg`` the convolution is left out where neither width nor resolution changes.
-    """
-
-    def __init__(self, site: Site, head_count: int, variant: Variant) -> None:
-        super().__init__()
-        before = site.prev_channels
-        if before is None:
-            raise InputError("a transition needs the width of the previous site (Site.prev_channels)")
-        self.conv = None
-        always = variant.transition_conv == "always"
-        if always or before != site.channels or site.stride != 1:
-            groups = math.gcd(head_count, before)
-            self.conv = nn.Conv2d(before, site.channels, 1, stride=site.stride, groups=groups, bias=always)
-            nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
-        self.norm: nn.Module = channel_norm(site)
-        self.key = ChannelConv(site.channels) if variant.own_transition_key else None
-
-    def forward(self, mean: Tensor) -> Tensor:
-        r = mean.to(next(self.parameters()).dtype)
-        if self.conv is not None:
-            r = self.conv(r)
-        return self.norm(r)
-
-    def fold(self) -> None:
-        """For evaluation: the norm goes into the convolution, where there is one; in place."""
-        if self.conv is not None and isinstance(self.norm, nn.BatchNorm2d):
-            self.conv = fuse_conv_bn_eval(self.conv, self.norm)
-            self.norm = nn.Identity()
 
 
 @register(
@@ -144,7 +67,7 @@ class Transition(nn.Module):
     cost="O(L)",
     state="O(1)",
 )
-class KCLA(PooledAttention):
+class KCLA(KeyCorrelated):
     r"""Layer attention at linear cost by a running mean of the earlier layers' outputs.
 
     .. math::
@@ -172,6 +95,7 @@ class KCLA(PooledAttention):
         - Returns ``(B, C, H, W)`` and the new `KCLAState`.
 
     Example:
+        >>> import torch
         >>> attention = KCLA(Site(channels=32), head_dim=16)
         >>> x = torch.randn(2, 32, 8, 8)
         >>> out, state = attention(x, None, None)
@@ -181,9 +105,6 @@ class KCLA(PooledAttention):
     Reference:
         "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, equations 7-11 and algorithm 1.
     """
-
-    carries = True
-    inv_temperature: Tensor
 
     def __init__(
         self,
@@ -195,29 +116,13 @@ class KCLA(PooledAttention):
         drop_path: float = 0.2,
         init: Init = "identity",
     ) -> None:
-        super().__init__(site, head_dim=head_dim, drop_path=drop_path, init=init)
         if variant not in VARIANTS:
             raise unknown("KCLA variant", variant, VARIANTS)
-        if not 0 < p <= 1:
-            raise InputError(f"p is {p}; it must be in (0, 1]")
-        self.variant_name, self.variant = variant, VARIANTS[variant]
-        self.relu = self.variant.relu
-
-        factor = temperatures(self.head_count, p)
-        if self.variant.score == "paper":
-            inverse = 1 / (factor * math.sqrt(head_dim))
-        else:
-            inverse = factor if self.variant.score == "multiply" else 1 / factor
-        self.register_buffer("inv_temperature", inverse, persistent=False)
-
-        self.gate = None
-        if self.variant.gate == "mixed":
-            self.gate = nn.Linear(self.head_count, self.head_count, bias=False)
-            nn.init.xavier_uniform_(self.gate.weight)
-        self.transition = Transition(site, self.head_count, self.variant) if site.entry == "transition" else None
+        super().__init__(site, head_dim=head_dim, p=p, drop_path=drop_path, init=init, variant=VARIANTS[variant])
+        self.variant_name = variant
 
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, variant={self.variant_name!r}, entry={self.site.entry!r}"
+        return f"{super().extra_repr()}, variant={self.variant_name!r}"
 
     def forward(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> tuple[Tensor, KCLAState]:
         state = self._enter(state)
@@ -261,21 +166,6 @@ class KCLA(PooledAttention):
         if self.transition is None:
             return state
         assert state is not None
-        r = self.transition(state.mean)
-        conv = self.key if self.transition.key is None else self.transition.key
-        key = heads(conv(pool(r)), self.head_count)
+        r, key = self._summed_up(state.mean)
         direction = key if self.variant.direction == "running" else None
-        weight = score(key, self._weights(), self._form())
-        return KCLAState(r.to(weight.dtype), weight, direction)
-
-    def _weights(self) -> Weights:
-        mixing = None if self.gate is None else self.gate.weight
-        return Weights(self.query.weight, self.key.weight, self.inv_temperature, mixing, self.value.weight)
-
-    def _form(self) -> Form:
-        return Form(self.variant.clamp, self.variant.eps, self.variant.relu)
-
-    def _fold(self) -> None:
-        fold_norm(self, relu=self.relu)
-        if self.transition is not None:
-            self.transition.fold()
+        return KCLAState(r, score(key, self._weights(), self._form()), direction)

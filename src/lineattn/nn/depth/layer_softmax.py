@@ -9,30 +9,17 @@ Layer :math:`t` applies its own projections to all outputs so far:
     o_t = \mathrm{ReLU}\Big(\mathrm{BN}\Big(\sum_{s \le t} a_{t,s}\, V_t * x_s\Big)\Big), \qquad
     a_t = \mathrm{softmax}_s(\langle Q_t y_t, K_t y_s \rangle / \sqrt{D}), \qquad y_s = \mathrm{GAP}(x_s)
 
-Cost O(L²); state O(L), one map a layer. A share is one number a head and :math:`V_t` a depth-wise convolution, so
-:math:`\sum_s a_s (V_t * x_s) = V_t * \sum_s a_s x_s` holds exactly: one convolution a layer instead of ``t``.
+Cost O(L²); state O(L), one map a layer.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from lineattn.nn.common import drop_path_factor, read_out, softmax_over_depth
+from lineattn.nn.common import softmax_over_depth
 from lineattn.nn.depth.base import Init, Site
-from lineattn.nn.depth.pooled import PooledAttention
-from lineattn.ops.channels import heads, pool
-from lineattn.ops.depth import mix
+from lineattn.nn.depth.mixing import MixingAttention
 from lineattn.registry import register
-
-
-class LayerSoftmaxState(NamedTuple):
-    """Outputs ``(B, C, H, W)`` of the stage's layers so far, and their means over space ``(B, C)``."""
-
-    maps: tuple[Tensor, ...]
-    pooled: tuple[Tensor, ...]
 
 
 @register(
@@ -48,7 +35,7 @@ class LayerSoftmaxState(NamedTuple):
         ("key.weight", "where a stage starts there is one layer to attend to, and the softmax of one is 1"),
     ),
 )
-class LayerSoftmax(PooledAttention):
+class LayerSoftmax(MixingAttention):
     r"""Softmax attention over depth with the present layer's query, keys and values.
 
     .. math::
@@ -65,10 +52,11 @@ class LayerSoftmax(PooledAttention):
 
     Shape:
         - ``out``: ``(B, C, H, W)``; ``shortcut`` is not read.
-        - ``state``: `LayerSoftmaxState` or ``None``.
-        - Returns ``(B, C, H, W)`` and the new `LayerSoftmaxState`.
+        - ``state``: `lineattn.nn.depth.mixing.MixingState` or ``None``.
+        - Returns ``(B, C, H, W)`` and the new `MixingState`.
 
     Example:
+        >>> import torch
         >>> attention = LayerSoftmax(Site(channels=32), head_dim=16)
         >>> out, state = attention(torch.randn(2, 32, 8, 8), None, None)
         >>> out.shape, len(state.maps)
@@ -81,23 +69,5 @@ class LayerSoftmax(PooledAttention):
     def __init__(self, site: Site, *, head_dim: int = 32, drop_path: float = 0.2, init: Init = "identity") -> None:
         super().__init__(site, head_dim=head_dim, drop_path=drop_path, init=init)
 
-    def forward(
-        self, out: Tensor, shortcut: Tensor | None, state: LayerSoftmaxState | None
-    ) -> tuple[Tensor, LayerSoftmaxState]:
-        state = self._write(out, state)
-        read = mix(state.maps, self._attention(state)["share"])
-        drop = drop_path_factor(out, self.drop_path, self.training)
-        return read_out(out, read, self.value, None, self.norm, relu=True, gain=self.gain, drop=drop), state
-
-    def weights(self, out: Tensor, shortcut: Tensor | None, state: LayerSoftmaxState | None) -> dict[str, Tensor]:
-        """``query`` ``(B, h, D)``, ``keys`` ``(B, h, L, D)`` and ``share`` ``(B, h, L)`` over the layers so far."""
-        return self._attention(self._write(out, state))
-
-    def _write(self, out: Tensor, state: LayerSoftmaxState | None) -> LayerSoftmaxState:
-        before = LayerSoftmaxState((), ()) if state is None else state
-        return LayerSoftmaxState((*before.maps, out), (*before.pooled, pool(out)))
-
-    def _attention(self, state: LayerSoftmaxState) -> dict[str, Tensor]:
-        query = heads(self.query(state.pooled[-1]), self.head_count)
-        keys = heads(self.key(torch.stack(state.pooled, dim=1)), self.head_count).transpose(1, 2)
-        return {"query": query, "keys": keys, "share": softmax_over_depth(query, keys)}
+    def _shares(self, query: Tensor, keys: Tensor) -> Tensor:
+        return softmax_over_depth(*self._split(query, keys))

@@ -57,6 +57,7 @@ class MRLABaseState(NamedTuple):
     no_gradient=(
         ("query.weight", "where a stage starts there is one layer to attend to, and the softmax of one is 1"),
     ),
+    no_gradient_alone=(("key.weight", "a stage of one layer attends to that layer whatever its key is"),),
 )
 class MRLABase(PooledAttention):
     r"""Softmax attention to the keys and values that earlier layers of the stage have left.
@@ -110,7 +111,11 @@ class MRLABase(PooledAttention):
         pooled = pool(out)
         query = heads(self.query(pooled), self.head_count)
         keys = (() if state is None else state.keys) + (heads(self.key(pooled), self.head_count),)
-        return softmax_over_depth(query, torch.stack(keys, dim=-2)), keys
+        return self._share(query, torch.stack(keys, dim=-2)), keys
+
+    def _share(self, query: Tensor, keys: Tensor) -> Tensor:
+        """``(B, h, D), (B, h, L, D) -> (B, h, L)``."""
+        return softmax_over_depth(query, keys)
 
     def _fold(self) -> None:
         """Nothing: values are made before it is known how the norm will scale their sum."""
@@ -162,6 +167,7 @@ class MRLALight(PooledAttention):
     """
 
     relu = False
+    needs_shortcut = True
 
     def __init__(
         self,

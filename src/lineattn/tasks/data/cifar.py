@@ -81,10 +81,21 @@ def load(root: str | None, *, classes: int, image_size: int, channels: int, down
     )
 
 
-def _find(root: Path, layout: _Layout, download: bool) -> Path:
+def find(root: Path) -> int | None:
+    """Number of classes of the set in a folder, or in the one below it; ``None`` where there is none."""
+    return next((classes for classes, layout in _LAYOUTS.items() if _folder(root, layout)), None)
+
+
+def _folder(root: Path, layout: _Layout) -> Path | None:
     for folder in (root, root / layout.folder):
         if (folder / layout.meta).is_file() and any((folder / name).is_file() for name in layout.train):
             return folder
+    return None
+
+
+def _find(root: Path, layout: _Layout, download: bool) -> Path:
+    if folder := _folder(root, layout):
+        return folder
     if download:
         return _download(root, layout)
     raise InputError(

@@ -23,40 +23,59 @@ def load(root: str | None, *, channels: int) -> Splits:
     Raises:
         InputError: The folder is missing, a class is empty, or a split has a class that training doesn't have.
     """
+    places = find_splits(root)
+    notices: list[str] = []
+    classes = [entry.name for entry in _classes(places["train"], notices)]
+    if not classes:
+        raise InputError(f"no class folders in {places['train']}: {_EXAMPLE}")
+    splits = {
+        split: _split(place, classes, channels, notices, training=split == "train") for split, place in places.items()
+    }
+    return Splits(classes, splits["train"], splits.get("val"), splits.get("test"), notices)
+
+
+def find_splits(root: str | None) -> dict[str, Path]:
+    """The folder of each split; a folder of classes alone is the training split.
+
+    Raises:
+        InputError: There is no such folder, or no training split in it.
+    """
     if root is None:
         raise InputError(f"--data.root is missing: name the folder of images ({_EXAMPLE})")
     folder = Path(root)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise InputError(f"--data.root {folder} {what}: {_EXAMPLE}")
-    notices: list[str] = []
     places = {
-        split: next((folder / name for name in names if (folder / name).is_dir()), None)
+        split: place
         for split, names in _SPLITS.items()
+        if (place := next((folder / name for name in names if (folder / name).is_dir()), None))
     }
-    if not any(places.values()):
-        places = {"train": folder, "val": None, "test": None}
-    train = places["train"]
-    if train is None:
-        found = next(place for place in places.values() if place)
+    if places and "train" not in places:
+        found = next(iter(places.values()))
         raise InputError(f"--data.root {folder} has {found.name}/ but no train/: {_EXAMPLE}")
-    classes = [entry.name for entry in _classes(train, notices)]
-    if not classes:
-        raise InputError(f"no class folders in {train}: {_EXAMPLE}")
-    splits = {
-        split: _split(place, classes, channels, notices, training=split == "train")
-        for split, place in places.items()
-        if place is not None
-    }
-    return Splits(classes, splits["train"], splits.get("val"), splits.get("test"), notices)
+    return places or {"train": folder}
+
+
+def find_classes(place: Path) -> tuple[list[Path], list[Path]]:
+    """The folders of the classes, and hidden ones, which are none."""
+    folders = sorted(entry for entry in place.iterdir() if entry.is_dir())
+    hidden = [entry for entry in folders if entry.name.startswith(".")]
+    return [entry for entry in folders if entry not in hidden], hidden
+
+
+def find_images(entry: Path) -> tuple[list[Path], list[Path]]:
+    """The images of a class by their names, at any depth, and its other files; what is hidden is left out."""
+    files = sorted(file for file in entry.rglob("*") if file.is_file() and not _hidden(file, entry))
+    images = [file for file in files if file.suffix.lower() in EXTENSIONS]
+    return images, [file for file in files if file.suffix.lower() not in EXTENSIONS]
 
 
 def _classes(place: Path, notices: list[str]) -> list[Path]:
-    folders = sorted(entry for entry in place.iterdir() if entry.is_dir())
-    hidden = [entry for entry in folders if entry.name.startswith(".")]
+    classes, hidden = find_classes(place)
     if hidden:
         notices.append(f"ignored hidden folders in {place}: {', '.join(entry.name for entry in hidden)}")
-    return [entry for entry in folders if entry not in hidden]
+    return classes
 
 
 def _split(place: Path, classes: list[str], channels: int, notices: list[str], *, training: bool) -> Files:
@@ -66,9 +85,8 @@ def _split(place: Path, classes: list[str], channels: int, notices: list[str], *
     for entry in _classes(place, [] if training else notices):
         if entry.name not in classes:
             raise InputError(f"{place} has the class {entry.name!r}, which the training folder does not have")
-        files = sorted(file for file in entry.rglob("*") if file.is_file() and not _hidden(file, entry))
-        images = [file for file in files if file.suffix.lower() in EXTENSIONS]
-        strange += len(files) - len(images)
+        images, others = find_images(entry)
+        strange += len(others)
         if not images and training:
             raise InputError(f"the class folder {entry} holds no images: add some or remove it")
         paths += images

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +36,35 @@ def read_image(path: Path, channels: int) -> Tensor:
     Raises:
         UnreadableImage: The file is missing, no image, or broken.
     """
+    with _open(path) as image:
+        image.load()  # a TIFF is turned here
+        ImageOps.exif_transpose(image, in_place=True)  # cameras store how they were held
+        array = np.asarray(_convert(image, "L" if channels == 1 else "RGB"))
+    return torch.from_numpy(array.copy()).reshape(*array.shape[:2], channels).permute(2, 0, 1)
+
+
+def read_header(path: Path) -> tuple[str, tuple[int, int]]:
+    """Pillow's name for the mode, and (width, height), without decoding the image.
+
+    Raises:
+        UnreadableImage: The file is missing, or no image by its first bytes.
+    """
+    with _open(path) as image:
+        return image.mode, image.size
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as image:
-            image.load()  # a TIFF is turned here
-            ImageOps.exif_transpose(image, in_place=True)  # cameras store how they were held
-            array = np.asarray(_convert(image, "L" if channels == 1 else "RGB"))
+            yield image
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
+        if isinstance(error, Image.UnidentifiedImageError):
+            reason = "no image" if path.stat().st_size else "an empty file"
         raise UnreadableImage(
             f"cannot read the image {path} ({reason}): repair or remove it, or pass --data.on_error skip"
         ) from error
-    return torch.from_numpy(array.copy()).reshape(*array.shape[:2], channels).permute(2, 0, 1)
 
 
 def _convert(image: Image.Image, mode: str) -> Image.Image:

@@ -1,0 +1,163 @@
+"""Starting from weights: of a plain network, of timm, of another run; slower or frozen where they are good already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from lineattn import create_model
+from lineattn.cli.task import run
+from lineattn.errors import InputError
+from lineattn.hosts.weights import load_trunk
+from lineattn.tasks.cls import Classifier
+from lineattn.tasks.optim import Optim, optimizer
+from lineattn.tasks.record import Record
+from tests.tasks.helpers import few_digits, fit, tiny_net
+
+RECIPE = ("--data.name", "digits", "--data.batch_size", "40", "--data.image_size", "8", "--trainer.max_epochs", "1")
+TINY = ("--model.name", "resnet14_cifar", "--model.width", "8", "--model.attn_args", "{head_dim: 8}")
+STILL = ("--optim.lr", "1e-12", "--optim.weight_decay", "0")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineattn.tasks.data.digits.load", few_digits)
+    monkeypatch.setattr(Record, "plot", lambda self: None)
+
+
+def last(folder: Path) -> dict[str, Tensor]:
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return {key.removeprefix("net."): value for key, value in state.items()}
+
+
+def test_a_plain_network_starts_one_with_attention(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plain = create_model("resnet14_cifar", num_classes=10, in_chans=1, width=8)
+    torch.save(plain.state_dict(), tmp_path / "trunk.pth")
+    trunk = ("--model.trunk", str(tmp_path / "trunk.pth"))
+    fit(tmp_path / "run", *RECIPE, *TINY, "--model.attn", "kcla", *trunk, *STILL, quiet=False)
+    assert f"{tmp_path / 'trunk.pth'}: {len(plain.state_dict())} tensors loaded" in capsys.readouterr().out
+    weights = last(tmp_path / "run")
+    for key, value in plain.named_parameters():
+        torch.testing.assert_close(weights[f"backbone.{key}"], value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.medium
+def test_a_network_of_timm_from_a_file_of_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = timm.create_model("resnet18")  # for 1000 classes and colours
+    torch.save(plain.state_dict(), "resnet18.pth")
+    model = ("--model.name", "timm/resnet18", "--model.attn", "kcla", "--model.trunk", "resnet18.pth")
+    run("fit", "cls", [*RECIPE, *model, *STILL], quiet=True)
+    (folder,) = Path("runs/cls").iterdir()
+    assert folder.name.endswith("-timm-resnet18-kcla")
+    weights = last(folder)
+    torch.testing.assert_close(weights["backbone.conv1.weight"], plain.conv1.weight.sum(1, keepdim=True))
+    torch.testing.assert_close(weights["backbone.layer4.1.conv2.weight"], plain.layer4[1].conv2.weight)
+    assert weights["backbone.fc.weight"].shape == (10, 512)
+    assert run("test", "cls", ["--ckpt_path", "last", "--out", str(folder)], quiet=True)["test/acc1"] >= 0
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("ema", ["0", "0.9"])
+def test_a_run_is_the_trunk_of_the_next(tmp_path: Path, ema: str) -> None:
+    """Train a classifier, go on from its checkpoint by path with other classes, as a feature extractor, in timm."""
+    fit(tmp_path / "first", *RECIPE, *TINY, "--model.attn", "kcla", "--optim.ema_decay", ema)
+    path = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    prefix = "ema.module." if ema != "0" else ""
+    trained = {key.removeprefix(prefix): v for key, v in last(tmp_path / "first").items() if key.startswith(prefix)}
+
+    args: dict[str, Any] = {"attn": "kcla", "in_chans": 1, "width": 8, "head_dim": 8}
+    net: Any = create_model("resnet14_cifar", num_classes=3, trunk=path, **args)
+    own = net.state_dict()
+    assert all(torch.equal(own[key], trained[key]) for key in own if ".fc." not in key)
+    assert [m.shape[1] for m in net.eval().features(torch.randn(1, 1, 8, 8))] == [8, 16, 32]
+
+    same = load_trunk(create_model("resnet14_cifar", num_classes=10, **args), path)
+    assert same.new == same.dropped == same.unexpected == ()
+    other = load_trunk(create_model("resnet14_cifar", num_classes=10, **(args | {"attn": "mrla_base"})), path)
+    assert {reason for _, reason in other.dropped} == {"of kcla; the network has mrla_base"}
+
+
+@pytest.mark.medium
+def test_a_frozen_trunk_stays_as_it_is_and_the_rest_learns(tmp_path: Path) -> None:
+    plain = create_model("resnet14_cifar", num_classes=10, in_chans=1, width=8)
+    torch.save(plain.state_dict(), tmp_path / "trunk.pth")
+    trunk = ("--model.trunk", str(tmp_path / "trunk.pth"), "--model.freeze_trunk", "true", "--model.attn", "kcla")
+    found = fit(tmp_path / "run", *RECIPE, *TINY, *trunk, "--trainer.max_epochs", "2")
+    weights = last(tmp_path / "run")
+    for key, value in plain.state_dict().items():
+        assert torch.equal(weights[f"backbone.{key}"], value) == (not key.startswith("fc.")), key
+    sites = {key: value for key, value in weights.items() if key.startswith("sites.")}
+    assert all(value.abs().max() > 0 for key, value in sites.items() if key.endswith(("gain", "running_mean")))
+    assert found["trainable_params"] == found["params"] - sum(
+        p.numel() for key, p in plain.named_parameters() if not key.startswith("fc.")
+    )
+
+
+@pytest.mark.parametrize("attn", ["none", "kcla"])
+def test_frozen_means_evaluation(attn: str) -> None:
+    args = {} if attn == "none" else {"head_dim": 8}
+    module = Classifier("resnet14_cifar", attn, attn_args=args, width=8, freeze_trunk=True, classes=3)
+    trunk: Any = module.net if attn == "none" else module.net.backbone
+    for mode in (True, False, True):
+        module.train(mode)
+        assert not any(m.training for m in trunk.modules())
+        if attn != "none":
+            assert module.net.sites["stages_0_0"].norm.training == mode
+    learning = {key for key, p in trunk.named_parameters() if p.requires_grad}
+    assert learning == {"fc.weight", "fc.bias"}
+
+
+def test_what_has_no_plan_cannot_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineattn.tasks.cls.create_model", tiny_net)
+    monkeypatch.setattr("lineattn.hosts.weights.find", unknown_family)
+    with pytest.raises(InputError, match="no plan"):
+        Classifier(freeze_trunk=True, classes=3)
+
+
+def unknown_family(net: nn.Module) -> Any:
+    raise InputError("no plan")
+
+
+@pytest.mark.parametrize("attn", ["none", "kcla"])
+@pytest.mark.parametrize("decay_all", [True, False])
+def test_layer_decay(attn: str, decay_all: bool) -> None:
+    args = {} if attn == "none" else {"head_dim": 8}
+    net: Any = create_model("resnet14_cifar", attn=attn, width=8, **args)
+    config = Optim(lr=1.0, weight_decay=0.1, layer_decay=0.5, decay_all=decay_all)
+    groups = optimizer(config, net).param_groups
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    names = {name: found.pop(id(p)) for name, p in net.named_parameters()}
+    assert not found
+    prefix = "" if attn == "none" else "backbone."
+    assert names[f"{prefix}fc.weight"] == (1.0, 0.1)
+    assert names[f"{prefix}stages.2.1.conv1.weight"] == (0.5, 0.1)
+    assert names[f"{prefix}stages.0.0.conv1.weight"] == (0.5**6, 0.1)
+    assert names[f"{prefix}conv1.weight"] == (0.5**7, 0.1)
+    assert names[f"{prefix}bn1.weight"] == (0.5**7, 0.1 if decay_all else 0.0)
+    if attn == "kcla":
+        assert names["sites.stages_0_0.value.weight"] == (0.5**6, 0.1)
+        assert names["sites.stages_2_1.gain"] == (0.5, 0.1 if decay_all else 0.0)
+
+
+def test_the_schedule_keeps_the_layers_apart(tmp_path: Path) -> None:
+    found = fit(
+        tmp_path / "run", *RECIPE, *TINY, "--optim.layer_decay", "0.5", "--optim.schedule", "none", "--optim.lr", "0.2"
+    )
+    assert found["epochs"] == 1
+    state = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
+    assert sorted(group["lr"] for group in state["param_groups"]) == pytest.approx(
+        [0.2 * 0.5**i for i in range(7, -1, -1)]
+    )
+    assert (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1].split(",")[2] == "0.2"
+
+
+@pytest.mark.parametrize("layer_decay", [0.0, 1.5, -1.0])
+def test_layer_decay_out_of_range(layer_decay: float) -> None:
+    with pytest.raises(InputError, match="layer_decay"):
+        Optim(layer_decay=layer_decay)

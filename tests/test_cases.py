@@ -1,0 +1,271 @@
+"""What users of such libraries report, one test a kind; the numbers are those of the list that they were collected in.
+
+Where another file holds the whole proof, the test here is the smallest input of the report, and names that file.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import Tensor
+
+import lineattn
+import lineattn.timm
+from lineattn.analysis.cost import count_macs
+from lineattn.cli.main import TASKS, main
+from lineattn.cli.task import run
+from lineattn.errors import InputError
+from lineattn.hosts.weights import load_trunk
+from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.record import Record
+from tests.tasks.helpers import Killed, fails, killed_at, make_small
+
+TINY = ("--data.image_size", "32", "--data.batch_size", "4", "--model.width", "8", "--trainer.max_epochs", "1")
+FAMILIES = {
+    "resnet20_cifar": 32,
+    "resnet18": 64,
+    "timm/resnet18": 64,
+    "timm/convnext_atto": 64,
+    "timm/regnety_002": 64,
+    "timm/efficientnet_b0": 64,
+    "timm/vit_tiny_patch16_224": 224,
+    "timm/swin_tiny_patch4_window7_224": 224,
+}
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two classes of eight images to train on, four to validate and four to test with."""
+    monkeypatch.setattr(Record, "plot", lambda self: None)
+    draws = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4), ("test", 4)):
+        for label in ("cat", "dog"):
+            (tmp_path / "photos" / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = draws.integers(0, 255, (40, 48, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "photos" / split / label / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+def train(photos: Path, out: Path, *options: str):
+    found = ("--data.root", str(photos), "--out", str(out), "--model.name", "resnet8_cifar")
+    return run("fit", "cls", [*found, *TINY, *options], quiet=True)
+
+
+# 1: "I added attention to the backbone, how do I load pretrained weights?" More in tests/hosts/test_weights.py.
+@pytest.mark.medium
+def test_1_a_plain_trunk_loads_into_a_network_with_attention() -> None:
+    trunk = lineattn.create_model("resnet50").eval()
+    net = lineattn.create_model("resnet50", attn="kcla").eval()
+    report = load_trunk(net, trunk.state_dict())
+    assert len(report.loaded) == len(trunk.state_dict()) and not report.dropped
+    assert report.new and all(name.startswith("sites.") for name in report.new)
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(net(x), trunk(x))
+    renamed = {name.replace("layer1.0.conv1", "layer1.0.conv_1"): value for name, value in trunk.state_dict().items()}
+    with pytest.raises(InputError, match=r"layer1\.0\.conv1"):
+        load_trunk(net, renamed)
+
+
+# 2: A local checkpoint of a classifier, loaded with features_only. More in tests/test_timm.py.
+@pytest.mark.medium
+def test_2_a_checkpoint_becomes_a_feature_extractor(tmp_path: Path) -> None:
+    trained = timm.create_model("resnet18", num_classes=7).eval()
+    torch.save(
+        {"state_dict": {f"module.{name}": value for name, value in trained.state_dict().items()}}, tmp_path / "a.pth"
+    )
+    pyramid = timm.create_model("resnet18_kcla", features_only=True, trunk=str(tmp_path / "a.pth")).eval()
+    x = torch.randn(1, 3, 65, 97)
+    with torch.no_grad():
+        expected = trained.forward_intermediates(x, intermediates_only=True)
+        found = pyramid(x)
+    assert len(found) == len(expected) == 5
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# 7: A corrupt image ends the training without its name. More in tests/tasks/test_bad_input.py, with workers too.
+def test_7_a_corrupt_image_is_named_or_skipped(photos, tmp_path, capsys) -> None:
+    broken = photos / "train" / "cat" / "0.jpg"
+    broken.write_bytes(broken.read_bytes()[:300])
+    text = photos / "train" / "dog" / "0.jpg"
+    text.write_text("no picture")
+    assert main(["check-data", "--root", str(photos)]) == 1
+    shown = capsys.readouterr().out
+    assert str(broken) in shown and str(text) in shown and "2 files unreadable" in shown
+    options = ("--data.root", str(photos), "--model.name", "resnet8_cifar", *TINY)
+    line = fails(capsys, "fit", "cls", "--out", str(tmp_path / "a"), *options)
+    assert str(broken) in line or str(text) in line
+    assert train(photos, tmp_path / "b", "--data.on_error", "skip")["skipped_images"] == 2
+
+
+# 8: A hidden folder becomes a class. More in tests/tasks/data/test_folder.py and tests/cli/test_check_data.py.
+def test_8_a_hidden_folder_is_no_class(photos, capsys) -> None:
+    hidden = photos / "train" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    (photos / "train" / "cat" / "0.jpg").rename(hidden / "0-checkpoint.jpg")
+    data = ImageData(root=str(photos))
+    assert data.classes == ["cat", "dog"] and len(data.splits.train) == 15
+    assert any(".ipynb_checkpoints" in notice for notice in data.splits.notices)
+    assert main(["check-data", "--root", str(photos)]) == 1  # 8 validation images are few
+    assert "hidden folder" in capsys.readouterr().out
+
+
+# 9: Grey images meet a pipeline of colour ones. More in tests/tasks/data/test_reading.py.
+def test_9_grey_images(photos, tmp_path) -> None:
+    for path in photos.rglob("*.jpg"):
+        Image.open(path).convert("L").save(path)
+    grey = ImageData(root=str(photos), channels=1)
+    assert grey.splits.train.read(0).shape[0] == 1 and len(grey.mean) == len(grey.std) == 1
+    assert train(photos, tmp_path / "grey", "--data.channels", "1")["status"] == "done"
+    assert train(photos, tmp_path / "colour")["status"] == "done"
+
+    trunk = lineattn.create_model("resnet8_cifar")
+    net = lineattn.create_model("resnet8_cifar", attn="kcla", in_chans=1)
+    load_trunk(net, trunk.state_dict())
+    torch.testing.assert_close(net.backbone.conv1.weight, trunk.conv1.weight.sum(1, keepdim=True))
+
+
+# 10: `predict` fails on a DataModule. More in tests/tasks/test_cls.py.
+@pytest.mark.parametrize("task", TASKS)
+def test_10_all_verbs_run(task, photos, tmp_path) -> None:
+    data = ("--data.root", str(photos))
+    fitted = run(
+        "fit", task, [*data, "--model.name", "resnet8_cifar", "--out", str(tmp_path / "run"), *TINY], quiet=True
+    )
+    last = ("--ckpt_path", "last", "--out", str(tmp_path / "run"))
+    for verb in ("validate", "test"):
+        found = run(verb, task, [*data, *last], quiet=True)
+        split = "val" if verb == "validate" else verb
+        assert found[f"{split}/acc1"] == fitted["last"][f"{split}/acc1"]
+    images = run("predict", task, [*last, "--input", str(photos / "test" / "cat")], quiet=True)
+    assert len(images) == 4 and all(found.keys() == {"cat", "dog"} for found in images.values())
+
+
+# 11: A resumed run isn't the one left alone. tests/tasks/test_resume.py compares weights, averages, optimiser and
+# curves bit for bit at many places, within an epoch too; tests/tasks/test_processes.py kills real processes.
+def test_11_a_resumed_run_equals_the_one_left_alone(tmp_path, monkeypatch) -> None:
+    make_small(monkeypatch)
+    options = ("--trainer.max_epochs", "4", "--data.batch_size", "30", "--optim.ema_decay", "0.5")
+    alone = run("fit", "cls", ["--out", str(tmp_path / "alone"), *options], quiet=True)
+    with monkeypatch.context() as patch:
+        killed_at(patch, 9)  # of 4 steps an epoch
+        with pytest.raises(Killed):
+            run("fit", "cls", ["--out", str(tmp_path / "killed"), *options], quiet=True)
+    resumed = ["--out", str(tmp_path / "killed"), "--ckpt_path", "last"]
+    assert run("fit", "cls", resumed, quiet=True)["last"] == alone["last"]
+
+
+# 12: Processes that train together find parameters without a gradient: tests/test_contract_processes.py trains every
+# method on every family with two of them, tests/tasks/test_processes.py the command line.
+
+
+# 13: Sizes that 32 doesn't divide. Segmentation networks are in tests/test_smp.py.
+SIZES = [
+    pytest.param(method, size, marks=pytest.mark.medium if size == (65, 97) or method == "kcla" else pytest.mark.slow)
+    for method in lineattn.list_methods("depth")
+    for size in ((65, 97), (800, 275))
+]
+
+
+@pytest.mark.parametrize(("method", "size"), SIZES)
+def test_13_any_size(method, size) -> None:
+    net = lineattn.create_model("resnet18", attn=method, init="paper", num_classes=5).train()
+    x = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        maps = net.features(x)
+    for info, found in zip(net.feature_info, maps, strict=True):
+        assert found.shape[2:] == tuple(math.ceil(side / info["reduction"]) for side in size)
+        assert found.isfinite().all()
+    net(x).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in net.parameters())
+
+
+# 15: Attention counts as nothing, on the CPU. More in tests/analysis/test_cost.py and tests/models/test_counts.py.
+@pytest.mark.medium
+def test_15_attention_is_counted() -> None:
+    net = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    tokens, dim, blocks = 14 * 14 + 1, 192, 12
+    linear = 12 * tokens * dim**2  # queries, keys, values, projection, and the two layers of four times the width
+    softmax = 2 * tokens**2 * dim  # scores, and what they read
+    expected = 3 * 16**2 * dim * 14 * 14 + blocks * (linear + softmax) + 10 * dim
+    assert count_macs(net, torch.zeros(1, 3, 224, 224)) == expected
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("method", ["kcla", "mrla_light"])
+def test_15_attention_over_depth_is_counted(method) -> None:
+    """Of each site its values, a convolution of 3x3 a channel; with pooled vectors there are no matrix products."""
+    plain = lineattn.create_model("resnet20_bottleneck_cifar")
+    host = lineattn.create_model("resnet20_bottleneck_cifar", attn=method, scope="per_stage")
+    x = torch.zeros(1, 3, 32, 32)
+    expected = sum(2 * 9 * width * side**2 for width, side in ((64, 32), (128, 16), (256, 8)))
+    assert count_macs(host, x) - count_macs(plain, x) == expected
+
+
+# 17: "Can it be used for ResNet-18?" More in tests/hosts/test_plans.py and docs/backbones.md.
+@pytest.mark.medium
+@pytest.mark.parametrize("name", FAMILIES)
+def test_17_attention_on_many_families(name) -> None:
+    net = lineattn.create_model(name, num_classes=5).eval()
+    host = lineattn.attach(net, "kcla")
+    x = torch.randn(1, 3, FAMILIES[name], FAMILIES[name])
+    with torch.no_grad():
+        assert torch.equal(host(x), net(x))
+    assert len(host.sites) >= 3
+
+
+def test_17_what_is_supported_is_listed() -> None:
+    with pytest.raises(InputError, match=r"supported families: .*ResNet.*ConvNeXt"):
+        lineattn.attach(torch.nn.Linear(2, 2), "kcla")
+
+
+# 18: "Training code for all models?"
+def _step(net: torch.nn.Module, x: Tensor) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    net.train()(x).square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in net.parameters())
+    optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", lineattn.list_models())
+def test_18_every_network_of_the_list_trains(name) -> None:
+    side = 16 if name.endswith("_cifar") else 64
+    _step(lineattn.create_model(name, attn="kcla", num_classes=3), torch.randn(2, 3, side, side))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(lineattn.timm.default_cfgs))
+def test_18_every_network_registered_in_timm_trains(name) -> None:
+    net = timm.create_model(name, num_classes=3)
+    side = net.pretrained_cfg["input_size"][-1] if net.pretrained_cfg.get("fixed_input_size") else 64
+    _step(net, torch.randn(2, 3, side, side))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if side == 224 else pytest.mark.medium)
+        for name, side in FAMILIES.items()
+    ],
+)
+def test_18_fit_works_for_each_family(name, photos, tmp_path) -> None:
+    options = ("--data.image_size", str(FAMILIES[name]), "--data.batch_size", "8", "--trainer.max_epochs", "1")
+    model = ("--model.name", name, "--model.attn", "kcla", "--optim.lr", "0.001")
+    found = run("fit", "cls", ["--data.root", str(photos), "--out", str(tmp_path), *model, *options], quiet=True)
+    assert found["status"] == "done" and math.isfinite(found["last"]["val/loss"])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("method", lineattn.list_methods("depth"))
+def test_18_fit_works_for_each_method(method, photos, tmp_path) -> None:
+    assert train(photos, tmp_path / "run", "--model.attn", method)["status"] == "done"

@@ -1,0 +1,94 @@
+"""What compilers and exporters make of every method on every family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+from tests.cells import CELLS, METHODS, build, example, shaken, splits, without_drop_path
+from tests.hosts.nets import FAMILIES
+
+pytestmark = pytest.mark.medium
+NET = "cifar_basic"
+METHOD = "kcla"
+LAYOUTS = (NET, "timm_vit", "timm_swin")  # maps, tokens, maps with channels last
+
+# Once a method and once a family.
+CROSS = [(method, NET) for method in METHODS] + [(METHOD, family) for family in FAMILIES if family != NET]
+# As few cells as name each method and each family: what takes long is done on these.
+_SPLIT = [family for family in FAMILIES if splits(family)]
+DIAGONAL = [
+    *((method, _SPLIT[i % len(_SPLIT)]) for i, method in enumerate(METHODS)),
+    *((METHODS[i % len(METHODS)], family) for i, family in enumerate(_SPLIT)),
+    *((METHOD, family) for family in FAMILIES if family not in _SPLIT),
+]
+
+
+def parameters(cells: list[tuple[str, str]]) -> list:
+    return [pytest.param(cell, id="-".join(cell), marks=marks(*cell)) for cell in dict.fromkeys(cells)]
+
+
+def marks(method: str, family: str) -> list[pytest.MarkDecorator]:
+    """A graph takes seconds: `make test` has each method on one family of each layout, and each family."""
+    return [] if method == METHOD or family in LAYOUTS else [pytest.mark.slow]
+
+
+def test_the_diagonal_names_all() -> None:
+    assert {method for method, _ in DIAGONAL} == set(METHODS)
+    assert {family for _, family in DIAGONAL} == set(FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("cell", parameters(CELLS))
+def test_compiles_as_one_graph(cell: tuple[str, str]) -> None:
+    host = shaken(build(*cell))
+    x = example(host)
+    whole = torch.compile(host, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x), host(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cell", dict.fromkeys(DIAGONAL), ids="-".join)
+def test_inductor_computes_the_same(cell: tuple[str, str]) -> None:
+    host = shaken(build(*cell))
+    x = example(host)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(host, fullgraph=True)(x), host(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cell", dict.fromkeys(DIAGONAL), ids="-".join)
+def test_compiles_for_training(cell: tuple[str, str]) -> None:
+    host = without_drop_path(shaken(build(*cell))).train()  # the compiler draws other numbers
+    other, x = copy.deepcopy(host), example(host)
+    torch.compile(host, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    other(x).square().sum().backward()
+    for (name, a), b in zip(host.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("cell", parameters(CROSS))
+def test_exports_and_runs_as_onnx(cell: tuple[str, str]) -> None:
+    """At another batch, and at another size where the network takes one; without an operator of our own."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    host = shaken(build(*cell)).requires_grad_(False)
+    one_size = callable(host.plan.probe_size)
+    sizes = {0: Dim("batch", max=64)} | ({} if one_size else {2: 32 * Dim("rows", max=8)})
+    side = host.plan.probe_side(host.backbone)
+    given = example(host) if one_size else torch.cat([example(host)] * 2, 2)
+    program = export(host, (given,), dynamic_shapes={"x": sizes})
+    assert not [node.target for node in program.graph.nodes if "lineattn" in str(node.target)]
+    x = example(host, 3)[..., :side, :]
+    torch.testing.assert_close(program.module()(x), host(x), rtol=1e-5, atol=1e-5)
+    onnx = torch.onnx.export(program, dynamo=True, verbose=False).model_proto
+    assert {opset.domain for opset in onnx.opset_import} <= {"", "pkg.onnxscript.torch_lib.common"}
+    session = runtime.InferenceSession(onnx.SerializeToString())
+    (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), host(x), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,91 @@
+"""Writes docs/methods.md from the methods' cards and docstrings; with --check, only says whether it differs.
+
+A new method is on the page by being registered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from lineattn import registry
+from lineattn.cli.compare import markdown
+from lineattn.registry import Card
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+_HEAD = """# Attention over depth: the methods
+
+`lineattn.attach(net, NAME)` puts one into a network; `lineattn show NAME` prints its arguments too. Time and state are
+those of a network of L layers. "Needs": whether blocks have to fall into branch and shortcut, which
+[backbones.md](backbones.md) says of each family. Written by `make docs` from the code.
+"""
+
+
+def page() -> str:
+    """The page, with one section a method."""
+    cards = [registry.get(name) for name in registry.list_methods("depth")]
+    rows = [
+        {
+            "name": f"[`{card.name}`](#{_anchor(card)})",
+            "method": card.title,
+            "time": card.cost,
+            "state": card.state,
+            "needs": _needs(card),
+            "paper": _paper(card),
+        }
+        for card in cards
+    ]
+    sections = [f"## {card.title} (`{card.name}`)\n\n{_text(card)}" for card in cards]
+    table = markdown(rows, list(rows[0])).replace("---:", "---")  # words, not numbers
+    return "\n\n".join([_HEAD.strip(), table, *sections]) + "\n"
+
+
+def _anchor(card: Card) -> str:
+    heading = f"{card.title} {card.name}".lower()
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def _needs(card: Card) -> str:
+    if card.cls.position == "branch":
+        return "branch"
+    return "shortcut" if card.cls.needs_shortcut else "output only"
+
+
+def _paper(card: Card) -> str:
+    return f"{card.paper}, [arXiv {card.arxiv}](https://arxiv.org/abs/{card.arxiv})" if card.arxiv else card.paper
+
+
+def _text(card: Card) -> str:
+    """The class's docstring up to its arguments, with equations as GitHub shows them."""
+    text = inspect.getdoc(card.cls) or ""
+    text = re.split(r"\n(?:Args|Shape|Raises|Example|Reference):\n", text)[0]
+    text = text.replace("``", "`")
+    text = re.sub(r"\.\. math::[ ]?((?:[^\n]|\n(?=[ ]|\n[ ]))*)", _equation, text)
+    text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
+    text = re.sub(r"^Note:\n((?:    .*\n?|\n)*)", lambda m: "*Note.* " + textwrap.dedent(m[1]), text, flags=re.M)
+    start = getattr(card, "start", "")
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
+    return "\n\n".join([text, *([f'At step 0, with `init="paper"`: {start}.'] if start else [])])
+
+
+def _equation(found: re.Match[str]) -> str:
+    return f"```math\n{textwrap.dedent(found[1]).strip()}\n```\n"
+
+
+def main(args: list[str]) -> int:
+    text = page()
+    if args == ["--check"]:
+        if not PAGE.exists() or PAGE.read_text() != text:
+            print(f"{PAGE.name} is not what the code says: run `make docs`")
+            return 1
+        return 0
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
