@@ -115,6 +115,13 @@ def test_print_config_is_a_recipe(capsys, tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+def test_several_processes_need_one_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    two = ("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp")
+    assert "--out is missing" in fails(capsys, "fit", "cls", *two)
+    assert not list(tmp_path.iterdir())
+
+
 def test_last_of_an_empty_folder_starts_nothing(tmp_path, capsys):
     line = fails(capsys, "fit", "cls", *RECIPE, "--ckpt_path", "last", "--out", str(tmp_path / "new"))
     assert "no checkpoint at" in line and not (tmp_path / "new").exists()

@@ -72,6 +72,8 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
         raise InputError(f"{cli.out} holds a run already: go on with --ckpt_path last, or choose another --out")
     if cli.ckpt_path is not None and _holds_a_run(cli) and not _inside(cli.ckpt_path, cli.out):
         raise InputError(f"{cli.out} holds a run that {cli.ckpt_path} is not of: choose another --out")
+    if cli.config.out is None and cli.ckpt_path is None and cli.trainer.world_size > 1:
+        raise InputError("--out is missing: each process would choose a run folder of its own by the clock; name one")
     splits = cli.data.splits
     if cli.trainer.is_global_zero:
         write_text(cli.out / "config.yaml", yaml.safe_dump(cli.settings, sort_keys=False))

@@ -35,7 +35,8 @@ class Record(Callback):
         self._spent = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "start": self.start, "spent": self._spent + self._running(), "peak_mib": self.peak_mib}
+        spent = self._spent + self._running()
+        return {"rows": self.rows, "start": self.start, "spent": spent, "peak_mib": self.peak_mib}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows, self._spent = state_dict["rows"], state_dict["spent"]
