@@ -26,20 +26,18 @@ PAGE = Path(__file__).parents[1] / "docs" / "backbones.md"
 
 TIMM = [
     "resnet18", "resnet50", "resnet50d", "resnext50_32x4d", "wide_resnet50_2", "seresnet50", "ecaresnet50t",
-    "resnetaa50", "resnetrs50", "resnet50:output_stride=16", "resnet50:output_stride=8", "skresnet18", "res2net50_26w_4s",
-    "convnext_tiny", "convnextv2_tiny", "convnext_tiny:output_stride=16",
-    "regnetx_004", "regnety_004", "regnetz_040", "regnetv_040",
-    "efficientnet_b0", "efficientnetv2_rw_t", "mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv4_conv_small",
-    "mnasnet_100",
+    "resnetaa50", "resnet50:output_stride=16", "resnet50:output_stride=8", "skresnet18",
+    "convnext_tiny", "convnextv2_tiny", "regnetx_004", "regnety_004", "regnetz_040", "regnetv_040",
+    "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv4_conv_small",
     "vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch14_reg4_dinov2",
-    "deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224",
+    "deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224",
     "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256",
-    "resnetv2_50", "densenet121", "repvgg_a0", "poolformer_s12", "inception_next_tiny",
+    "resnetv2_50", "repvgg_a0", "poolformer_s12", "inception_next_tiny",
     "dla34", "ghostnet_100", "beit_base_patch16_224", "mixer_s16_224",
 ]  # fmt: skip
 TORCHVISION = [
     "resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2", "convnext_tiny", "regnet_y_400mf", "regnet_x_400mf",
-    "efficientnet_b0", "efficientnet_v2_s", "mobilenet_v2", "mobilenet_v3_large", "vit_b_16", "swin_t", "swin_v2_t",
+    "efficientnet_b0", "mobilenet_v2", "mobilenet_v3_large", "vit_b_16", "swin_t", "swin_v2_t",
     "vgg16_bn", "alexnet", "densenet121", "mnasnet1_0", "shufflenet_v2_x1_0", "squeezenet1_1", "googlenet",
     "inception_v3",
 ]  # fmt: skip
@@ -63,18 +61,23 @@ def page() -> str:
     columns = ["network", "library", "family", "sites", "levels", "methods", "added by KCLA"]
     return f"""# Backbones
 
-`lineattn.attach(net, method)` takes a network of timm or torchvision of one of these families: {families}.
+`lineattn.attach(net, method)` takes a network of one of these families:
+
+{families}.
+
 The networks below are examples; any of a family will do, in any size. Each row was built and attached by
 `tools/support_table.py`, which writes this page.
 
 - **sites**: blocks that a method stands at. A block without a shortcut (the first of an EfficientNet's stage) has none.
 - **levels**: maps of `host.features(x)`, and the resolutions that they divide the input's by.
-- **methods**: *all*, or *of outputs* where blocks are not split into branch and shortcut: the methods that read only
-  what a block puts out, which are {", ".join(unsplit)}.
-- **added by KCLA**: parameters, with the classifier for 1000 classes counted in the network.
+- **methods**: *all*, or *of outputs* where blocks are not split into branch and shortcut (see below).
+- **added by KCLA**: its parameters, and the network's own with 1000 classes as 100%.
 
 In a transformer all blocks are one stage and each is a level; a method sees the patches' tokens as a map, and the last
-residual add of a block, that of the MLP. The tokens of class, distillation and registers pass through.
+residual add of a block, that of the MLP. The tokens of class, distillation and registers pass through; where the head
+reads nothing else, the last block has no site.
+
+The methods of outputs, for blocks that aren't split: {", ".join(unsplit)}.
 
 {markdown(supported, columns)}
 

@@ -22,12 +22,23 @@ def _cifar_bottleneck() -> nn.Module:
     return cifar_resnet.CifarResNet(cifar_resnet.Bottleneck, 20, num_classes=5, width=4)
 
 
+def _torchvision_resnet(block: type, planes: int, counts: tuple[int, ...]) -> nn.Module:
+    """torchvision's ResNet with narrow stages, which its constructor doesn't offer."""
+    net = resnet.ResNet(block, [1, 1, 1, 1], num_classes=5, width_per_group=64)
+    net.conv1, net.bn1 = nn.Conv2d(3, planes, 7, 2, 3, bias=False), nn.BatchNorm2d(planes)
+    net.inplanes = planes
+    for i, count in enumerate(counts):
+        setattr(net, f"layer{i + 1}", net._make_layer(block, planes * 2**i, count, stride=1 if i == 0 else 2))
+    net.fc = nn.Linear(net.inplanes, 5)
+    return net
+
+
 def _torchvision_basic() -> nn.Module:
-    return resnet.ResNet(resnet.BasicBlock, [2, 2, 2, 2], num_classes=5)
+    return _torchvision_resnet(resnet.BasicBlock, 8, (2, 1, 1, 2))
 
 
 def _torchvision_bottleneck() -> nn.Module:
-    return resnet.ResNet(resnet.Bottleneck, [2, 2, 2, 2], num_classes=5, width_per_group=16, groups=2)
+    return _torchvision_resnet(resnet.Bottleneck, 4, (2, 1, 1, 2))
 
 
 def _timm_resnet() -> nn.Module:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +16,9 @@ from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.published import load_published
 from tests.published.networks import Cifar, ImageNet
+from tests.published.relatives import Cifar as relatives_cifar
+from tests.published.relatives import DLABaseStage, DLALightStage, MRLABaseStage, MRLALightStage
+from tests.published.relatives import ImageNet as relatives_imagenet
 
 R50, R101 = [3, 4, 6, 3], [3, 4, 23, 3]
 SHORT = [2, 1, 13, 2]  # with a twelfth block in the third stage
@@ -55,6 +62,44 @@ def test_outputs(networks, size: tuple[int, int]):
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     theirs, ours = theirs.double(), ours.double()
     sharpen(theirs, ours)
+    for training in (False, True, False):  # the last with the statistics that the step in between has left
+        found, expected = ours.train(training)(x), theirs.train(training)(x)
+        assert expected.std() > 0.1
+        assert (found - expected).abs().max() < 1e-11 * expected.abs().max()
+
+
+SHALLOW = [2, 1, 3, 2]
+
+
+def relatives() -> dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]]:
+    """Their network, and how ours is built; DLA leaks the first sample's state into the others."""
+    leaking = {"leak_sample0": True, "head_dim": 32}
+    return {
+        "mrla_light": (lambda: MRLALightStage, {"head_dim": 32}),
+        "mrla_base": (lambda: MRLABaseStage, {"head_dim": 16}),
+        "dla_light": (lambda: partial(DLALightStage, reduction=16), leaking | {"reduction": 16}),
+        "dla_base": (lambda: partial(DLABaseStage, reduction=4), leaking | {"reduction": 4}),
+    }
+
+
+@pytest.mark.parametrize("layout", ["cifar", pytest.param("imagenet", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("method", ["mrla_light", "mrla_base", "dla_light", "dla_base"])
+def test_outputs_of_mrla_and_dla(method: str, layout: str):
+    build, args = relatives()[method]
+    stage = partial(build(), head_dim=args["head_dim"])
+    start = {"init": "paper", "drop_path": 0.0}
+    if layout == "cifar":
+        theirs: nn.Module = relatives_cifar(29, 7, stage)
+        ours = lineattn.create_model("resnet29_bottleneck_cifar", attn=method, num_classes=7, **start, **args)
+    else:
+        theirs = relatives_imagenet(SHALLOW, 7, stage, base_width=4)
+        net = ResNet(Bottleneck, SHALLOW, 7, width_per_group=4)
+        ours = lineattn.attach(net, method, **start, **args)
+    fill(theirs)
+    report = load_published(ours, {f"module.{key}": value for key, value in theirs.state_dict().items()})
+    assert report.dropped == () and len(report.loaded) == len(theirs.state_dict())
+    x = torch.randn(3, 3, 37, 45, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    theirs, ours = theirs.double(), ours.double()
     for training in (False, True, False):  # the last with the statistics that the step in between has left
         found, expected = ours.train(training)(x), theirs.train(training)(x)
         assert expected.std() > 0.1
