@@ -72,6 +72,8 @@ def test_published_start_is_another_network(cell: DepthHost, x: Tensor) -> None:
     """The other way round: as published, every method changes what comes out at once."""
     net = shake(copy.deepcopy(cell.backbone))  # some networks start with branches of zeros
     host = attach(net, next(type(m) for m in methods_of(cell).values()), init="paper")
+    if all(module.site.alone for module in methods_of(host).values()):
+        return  # a mean over one layer may be that layer
     with torch.no_grad():
         assert not torch.equal(host(x), net(x))
 

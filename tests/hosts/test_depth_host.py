@@ -26,7 +26,7 @@ def test_names_of_parameters() -> None:
     keys = list(host.state_dict())
     assert [key.removeprefix("backbone.") for key in keys if key.startswith("backbone.")] == plain
     assert {key.split(".")[1] for key in keys if key.startswith("sites.")} == {
-        f"layer{stage}_{i}" for stage in (1, 2, 3, 4) for i in (0, 1)
+        f"layer{stage}_{i}" for stage, blocks in enumerate((2, 1, 1, 2), 1) for i in range(blocks)
     }
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,29 @@ def test_same_seed_same_network() -> None:
     assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
 
 
+@pytest.mark.medium
+def test_networks_of_timm(capsys: pytest.CaptureFixture) -> None:
+    plain = create_model("timm/resnet18", num_classes=5, in_chans=1)
+    host = create_model("timm/resnet18", attn="kcla", num_classes=5, in_chans=1, trunk=plain.state_dict(), head_dim=16)
+    assert type(plain).__module__ == type(host.backbone).__module__ == "timm.models.resnet"
+    x = torch.randn(2, 1, 33, 47)
+    with torch.no_grad():
+        assert torch.equal(host.eval()(x), plain.eval()(x))
+    assert create_model("timm/resnet18").num_classes == 1000
+    assert f"state dict: {len(plain.state_dict())} tensors loaded" in capsys.readouterr().out
+
+
+def test_a_trunk_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plain = create_model("resnet18", num_classes=5)
+    torch.save(plain.state_dict(), tmp_path / "trunk.pth")
+    for attn in (None, "kcla"):
+        net = create_model("resnet18", attn=attn, num_classes=2, in_chans=4, trunk=tmp_path / "trunk.pth")
+        trunk = net if attn is None else net.backbone
+        assert torch.equal(trunk.layer4[1].conv2.weight, plain.layer4[1].conv2.weight)
+        said = capsys.readouterr().out
+        assert "adapted conv1.weight: for 3 channels there, for 4 here" in said and "dropped fc.weight" in said
+
+
 def test_names() -> None:
     assert "resnet56_bottleneck_cifar" in list_models() and "resnet50" in list_models()
     assert list_models("*_bottleneck_cifar") == [n for n in list_models() if n.endswith("bottleneck_cifar")]
@@ -99,6 +124,13 @@ def test_every_listed_model_builds(name: str) -> None:
     [
         ({"name": "resnet50_cifar_bottleneck"}, "unknown model 'resnet50_cifar_bottleneck': did you mean"),
         ({"name": "resnet21_cifar"}, "depth 21: it must be 6n"),
+        ({"name": "convnext_tiny"}, "unknown model 'convnext_tiny': did you mean 'timm/convnext_tiny'"),
+        ({"name": "timm/resnt50"}, "unknown model 'timm/resnt50': did you mean 'timm/resnet50'"),
+        (
+            {"name": "timm/resnet50.a1_in1k"},
+            r"are weights: the network is timm/resnet50, and trunk='timm/resnet50\.a1_in1k' loads them",
+        ),
+        ({"name": "timm/resnet18", "width": 8}, "width is for CIFAR networks; timm/resnet18 has none"),
         ({"name": "resnet20_cifar", "attn": "kcal"}, "unknown depth method 'kcal': did you mean 'kcla'"),
         ({"name": "resnet20_cifar", "attn": "kcla", "head": 2}, "unknown argument of kcla 'head'"),
         ({"name": "resnet20_cifar", "head_dim": 2}, "head_dim: for a method, and attn is not given"),

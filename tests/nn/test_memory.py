@@ -25,6 +25,18 @@ MAPS = {  # a site: what it keeps
     "dla_light": 1,  # the refreshed shortcut
     "mrla_light-attention": 2,  # the value and the state
 }
+CHAINS = {  # the chain: what it keeps of float32 maps, and of bfloat16 ones (state is float32)
+    "kcla_temperature": (5, 12),  # the mean, of which the first is the first output
+    "kcla_write": (5, 12),
+    "kcla_decay": (5, 12),
+    "kcla_bank-1": (5, 12),
+    "kcla_bank-2": (15, 34),  # each mean, and their mix
+    "kcla_bank-3": (20, 46),
+    "kcla_corrected": (19, 40),  # the mean, the covariance and what both are made of
+    "se": (0, 0),
+    "eca": (0, 0),
+    "dianet": (0, 0),
+}
 
 
 class Kept:
@@ -58,7 +70,10 @@ def test_kept_maps(case: Case, training: bool, dtype: torch.dtype):
         torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t),
     ):
         run(chain, outs, shortcuts)
-    maps = SITES * MAPS.get(case.id, MAPS.get(case.method))
+    if case.id in CHAINS:
+        maps = CHAINS[case.id][dtype != torch.float32]
+    else:
+        maps = SITES * MAPS.get(case.id, MAPS.get(case.method))
     if case.method == "kcla":
         if dtype != torch.float32:
             maps *= 2  # its mean is float32

@@ -1,6 +1,7 @@
 """The networks of the published MRLA and DLA codes as they compute, with their names of parameters; from the formulas.
 
-MRLA's names of what stands inside a block, and where its base form keeps its projections, are a guess: ``mrla``.
+Where MRLA's base form keeps its projections is a guess, and so is what an attention inside its projections is called in
+either: our loader doesn't read that part.
 """
 
 from __future__ import annotations
@@ -152,13 +153,18 @@ class DLAStage(nn.Module):
 
 
 class DLALightStage(DLAStage):
-    def __init__(self, blocks: list[Bottleneck], channels: int, head_dim: int, reduction: int) -> None:
+    """With a convolution that is called ``extict`` on ImageNet and ``excite`` on CIFAR."""
+
+    def __init__(
+        self, blocks: list[Bottleneck], channels: int, head_dim: int, reduction: int, extract: str = "extict"
+    ) -> None:
         super().__init__(blocks, channels, reduction, lambda: Light(channels, head_dim))
-        self.extict = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
+        self.extract = extract
+        setattr(self, extract, nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False))
 
     def attend(self, x, shortcut, state, attention, norm, _keys, _values) -> Tensor:
         refreshed = shortcut * self.lstm.refresh(shortcut.mean((2, 3)), state)[:, :, None, None]
-        return x + norm(attention(x, refreshed + self.extict(shortcut)))
+        return x + norm(attention(x, refreshed + getattr(self, self.extract)(shortcut)))
 
 
 class DLABaseStage(DLAStage):

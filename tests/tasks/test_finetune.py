@@ -146,9 +146,8 @@ def test_layer_decay(attn: str, decay_all: bool) -> None:
 
 
 def test_the_schedule_keeps_the_layers_apart(tmp_path: Path) -> None:
-    found = fit(
-        tmp_path / "run", *RECIPE, *TINY, "--optim.layer_decay", "0.5", "--optim.schedule", "none", "--optim.lr", "0.2"
-    )
+    layers = ("--optim.layer_decay", "0.5", "--optim.schedule", "none", "--optim.lr", "0.2")
+    found = fit(tmp_path / "run", *RECIPE, *TINY, "--model.attn", "kcla", *layers)
     assert found["epochs"] == 1
     state = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
     assert sorted(group["lr"] for group in state["param_groups"]) == pytest.approx(

@@ -108,7 +108,7 @@ def _for_evaluation(net: nn.Module, *, trunk: bool) -> nn.Module:
         return net.fuse(trunk=trunk)
     net = copy.deepcopy(net).eval()
     if trunk:
-        fold_batch_norms([step.module for step in plans.find(net).steps(net)], net)
+        fold_batch_norms(list(plans.find(net).steps(net)), net)
     return net
 
 

@@ -30,7 +30,8 @@ _MODULES = {
 _STAGE_MODULES = {
     "lstm.w_ih.0.seq.": "cell.input.",
     "lstm.w_hh.0.seq.": "cell.hidden.",
-    "extict.": "extract.",
+    "extict.": "extract.",  # so on ImageNet
+    "excite.": "extract.",  # and so on CIFAR
 }
 _STAGE = re.compile(r"(?:stages\.(?P<stage>\d+)|layer(?P<layer>\d+))\.")
 _BLOCK = re.compile(r"(?:(?P<list>layers|attention)\.)?(?P<block>\d+)\.")
@@ -45,8 +46,8 @@ def load_published(host: DepthHost, source: Source) -> LoadReport:
     Their names for block ``i`` of a stage: for KCLA on CIFAR ``stages.S.i.*`` and ``stages.S.i.kcla.*``, on ImageNet
     ``layerN.layers.i.*`` and ``layerN.attention.i.*``; for MRLA ``layerN.i.*``, ``layerN.i.mrla.*`` and
     ``layerN.i.bn_mrla.*``; for DLA ``layerN.layers.i.*``, ``layerN.attention.i.*`` (``stages.S.`` on CIFAR) and, once
-    a stage, ``layerN.lstm.*`` and ``layerN.extict.*``. Members that their forward never calls (the first stage's
-    transition) are dropped, and so are temperatures, which ours rebuilds from ``p``.
+    a stage, ``layerN.lstm.*`` and ``layerN.extict.*`` (``excite`` on CIFAR). Members that their forward never calls
+    (the first stage's transition) are dropped, and so are temperatures, which ours rebuilds from ``p``.
 
     Args:
         host: A host with ``init="paper"`` and the published form. KCLA: ``variant="ref-cls"``, ``head_dim=64`` for

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineattn.ops.autocast import no_autocast
+
 
 def pool(x: Tensor) -> Tensor:
     """``(B, C, H, W) -> (B, C)``: mean over space, at least in float32."""
@@ -26,12 +28,8 @@ def channel_conv(y: Tensor, weight: Tensor) -> Tensor:
 
 def linear(y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """:math:`y W^T + b` in the type of ``y``: ``(B, I), (O, I), (O,) -> (B, O)``; autocast doesn't lower it."""
-    weight, bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
-    # Only where there is something to turn off, so that an exported graph is free of it.
-    if torch.amp.is_autocast_available(y.device.type) and torch.is_autocast_enabled(y.device.type):
-        with torch.autocast(y.device.type, enabled=False):
-            return F.linear(y, weight, bias)
-    return F.linear(y, weight, bias)
+    with no_autocast(y.device):
+        return F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
 
 
 def heads(y: Tensor, count: int) -> Tensor:

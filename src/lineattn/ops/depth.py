@@ -26,13 +26,13 @@ keeps only its inputs for the backward and computes the rest again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineattn.ops.autocast import no_autocast
 from lineattn.ops.channels import per_channel
 
 
@@ -366,14 +366,6 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return tuple(next(found) if need else None for need in needed)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The types of the arguments decide, in the backward too."""
-    # Only where there is something to turn off, so that an exported graph is free of it.
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def _depthwise(x: Tensor, kernel: Tensor) -> Tensor:

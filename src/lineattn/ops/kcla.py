@@ -6,7 +6,7 @@ r"""Key-Correlated Layer Attention as functions: what a layer writes into the ru
     m' = m + \sigma(S - \ell)(x - m), \qquad
     \tilde x = x + s \odot \phi(\mathrm{BN}(\sigma(\Phi \rho) \odot V * m'))
 
-"KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+"Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lineattn.errors import InputError
 from lineattn.ops import native
-from lineattn.ops.depth import no_autocast
+from lineattn.ops.autocast import no_autocast
 from lineattn.ops.native import scan as kernels
 
 # Tokens of a chunk, and of the blocks in it whose tokens meet one by one. Long chunks save steps, short blocks save

@@ -1,7 +1,8 @@
 r"""Focused layer attention: layer attention with a kernel that sharpens directions.
 
 "FLatten Transformer: Vision Transformer using Focused Linear Attention" (Han, Pan, Han, Song, Huang; ICCV 2023),
-arXiv 2308.00442, as a baseline of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+arXiv 2308.00442, as a baseline of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv
+2606.28405.
 
 .. math::
     a_{t,s} = \langle \varphi(q_t), \varphi(k_{t,s}) \rangle, \qquad

@@ -1,7 +1,7 @@
 r"""Hydra layer attention: layer attention with as many heads as channels.
 
 "Hydra Attention: Efficient Attention with Many Heads" (Bolya, Fu, Dai, Zhang, Hoffman; 2022), arXiv 2209.07484, as a
-baseline of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+baseline of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
 
 .. math::
     o_t = \mathrm{BN}\Big(\hat q_t \odot \sum_{s \le t} \hat k_{t,s} \odot V_t * x_s\Big), \qquad

@@ -1,6 +1,6 @@
 r"""Key-Correlated Layer Attention.
 
-"KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+"Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
 
 Keys of different layers point nearly the same way, so the attention of layer :math:`t` to layer :math:`s` depends on
 :math:`s` almost only through the length of its key. With one fixed temperature :math:`D_h` a head, the weighted sum
@@ -62,7 +62,7 @@ VARIANTS = {
     "kcla",
     axis="depth",
     title="Key-Correlated Layer Attention",
-    paper="KCLA: Key-Correlated Layer Attention (2026)",
+    paper="Enhancing Layer Interaction Using Key-Correlated Layer Attention (2026)",
     arxiv="2606.28405",
     cost="O(L)",
     state="O(1)",
@@ -103,7 +103,8 @@ class KCLA(KeyCorrelated):
         (True, torch.Size([2, 2]))
 
     Reference:
-        "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, equations 7-11 and algorithm 1.
+        "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405, equations 7-11
+        and algorithm 1.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 r"""KCLA at several temperatures at once, between which the reader chooses.
 
-An extension of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose authors
-name a temperature that adapts itself as future work.
+An extension of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose
+authors name a temperature that adapts itself as future work.
 
 The means at :math:`B` multiples of each head's temperature are kept side by side, and a layer mixes what it reads:
 
@@ -84,8 +84,8 @@ class KCLABank(KCLAExtension):
         (True, torch.Size([2, 2, 2]))
 
     Reference:
-        This library's own. "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, names a
-        temperature that adapts itself as future work.
+        This library's own. "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv
+        2606.28405, names a temperature that adapts itself as future work.
     """
 
     inv_factor: Tensor

@@ -1,7 +1,7 @@
 r"""KCLA that is read at a temperature of the reader's choice, to first order.
 
-An extension of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose authors
-name a temperature that adapts itself as future work.
+An extension of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose
+authors name a temperature that adapts itself as future work.
 
 A reader that would like the scores :math:`(1 + \epsilon) S_s` needs the mean at another temperature than it is kept at.
 Its derivative is a covariance over the layers so far, which obeys a recurrence too:
@@ -92,8 +92,8 @@ class KCLACorrected(KCLAExtension):
         (True, torch.Size([2, 2]))
 
     Reference:
-        This library's own. "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, names a
-        temperature that adapts itself as future work.
+        This library's own. "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv
+        2606.28405, names a temperature that adapts itself as future work.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 r"""KCLA with a learned decay of the past.
 
-An extension of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+An extension of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
 
 .. math::
     \ell_t = \log(e^{\ell_{t-1} - \delta_t} + e^{S_t}), \qquad
@@ -59,8 +59,8 @@ class KCLADecay(OneMean):
         (True, torch.Size([2, 2]))
 
     Reference:
-        This library's own. "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, is the
-        method without decay.
+        This library's own. "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv
+        2606.28405, is the method without decay.
     """
 
     def __init__(

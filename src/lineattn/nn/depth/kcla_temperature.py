@@ -1,7 +1,7 @@
 r"""KCLA with a learned temperature a head.
 
-An extension of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose authors
-name a temperature that adapts itself as future work.
+An extension of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose
+authors name a temperature that adapts itself as future work.
 
 .. math:: S_{t,h} = \lVert k_{t,h} \rVert\, e^{-\tau_h}, \qquad \tau_h = \ln(P_h \sqrt{D}) \text{ at the start}
 
@@ -57,8 +57,8 @@ class KCLATemperature(OneMean):
         (True, torch.Size([2, 2]))
 
     Reference:
-        This library's own. "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, names a
-        temperature that adapts itself as future work.
+        This library's own. "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv
+        2606.28405, names a temperature that adapts itself as future work.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 r"""KCLA with a temperature that depends on the layer that is written.
 
-An extension of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose authors
-name a temperature that adapts itself as future work.
+An extension of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405, whose
+authors name a temperature that adapts itself as future work.
 
 .. math::
     S_{t,h} = \frac{\lVert k_{t,h} \rVert}{P_h \sqrt{D}}\, e^{-\tanh(W \rho_t + b)_h}, \qquad W = b = 0
@@ -62,8 +62,8 @@ class KCLAWrite(OneMean):
         (True, torch.Size([2, 2]))
 
     Reference:
-        This library's own. "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405, names a
-        temperature that adapts itself as future work.
+        This library's own. "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv
+        2606.28405, names a temperature that adapts itself as future work.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 r"""Standard layer attention: softmax attention of a layer to all earlier layers of its stage.
 
 "Cross-Layer Retrospective Retrieving via Layer Attention" (Fang, Cai, Chen, Ye, Li; ICLR 2023), arXiv 2302.03985,
-where it is the starting point; equations 2-3 of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+where it is the starting point; equations 2-3 of "Enhancing Layer Interaction Using Key-Correlated Layer Attention"
+(2026), arXiv 2606.28405.
 
 Layer :math:`t` applies its own projections to all outputs so far:
 

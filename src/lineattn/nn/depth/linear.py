@@ -1,7 +1,8 @@
 r"""Linear layer attention: layer attention with a kernel in place of the softmax.
 
 "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention" (Katharopoulos, Vyas, Pappas, Fleuret;
-ICML 2020), arXiv 2006.16236, as a baseline of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+ICML 2020), arXiv 2006.16236, as a baseline of "Enhancing Layer Interaction Using Key-Correlated Layer Attention"
+(2026), arXiv 2606.28405.
 
 .. math::
     a_{t,s} = \langle \varphi(q_t), \varphi(k_{t,s}) \rangle, \qquad \varphi(y) = \mathrm{elu}(y) + 1

@@ -1,7 +1,7 @@
 r"""Linformer layer attention: softmax attention to a fixed number of mixtures of the earlier layers.
 
 "Linformer: Self-Attention with Linear Complexity" (Wang, Li, Khabsa, Fang, Ma; 2020), arXiv 2006.04768, as a baseline
-of "KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+of "Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
 
 .. math::
     p_t = \mathrm{softmax}_r(\langle q_t, \textstyle\sum_s E_{t,rs}\, k_{t,s} \rangle / \sqrt{D}), \qquad

@@ -1,7 +1,7 @@
 r"""Performer layer attention: layer attention with random features in place of the softmax.
 
 "Rethinking Attention with Performers" (Choromanski et al.; ICLR 2021), arXiv 2009.14794, as a baseline in the code of
-"KCLA: Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
+"Enhancing Layer Interaction Using Key-Correlated Layer Attention" (2026), arXiv 2606.28405.
 
 .. math::
     a_{t,s} = \langle \varphi_t(q_t), \varphi_t(k_s) \rangle, \qquad
@@ -21,7 +21,7 @@ from lineattn.errors import InputError
 from lineattn.nn.common import compare
 from lineattn.nn.depth.base import Init, Site
 from lineattn.nn.depth.mrla import MRLABase
-from lineattn.ops.depth import no_autocast
+from lineattn.ops.autocast import no_autocast
 from lineattn.registry import register
 
 
