@@ -61,8 +61,8 @@ docs: .venv/.installed-dev ## write the pages of docs/ that come from the code
 	$(BIN)/python tools/methods_page.py
 	$(BIN)/python tools/support_table.py
 
-contract: .venv/.installed-dev ## the contract of every method on every family, and its table in docs/ (a quarter of an hour)
-	$(RUN)/pytest -q -n 2 tests/test_contract*.py --junitxml=runs/contract.xml
+contract: .venv/.installed-dev ## the contract of the methods on the families of networks, and its table in docs/ (ten minutes)
+	$(RUN)/pytest -q -n 2 -m "not slow" tests/test_contract*.py --junitxml=runs/contract.xml
 	$(BIN)/python tools/contract_table.py runs/contract.xml
 
 # DATA is a folder of images; the numbers in results/ are of ../shared/data/tiny_imagenet100.

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from tests.cells import CELLS, METHODS, build, example, shaken, splits, without_drop_path
+from tests.cells import CELLS, LIKE_OTHERS, METHODS, TYPICAL, build, example, shaken, splits, without_drop_path
 from tests.hosts.nets import FAMILIES
 
 pytestmark = pytest.mark.medium
 NET = "cifar_basic"
 METHOD = "kcla"
-LAYOUTS = (NET, "timm_vit", "timm_swin")  # maps, tokens, maps with channels last
-
 # Once a method and once a family.
 CROSS = [(method, NET) for method in METHODS] + [(METHOD, family) for family in FAMILIES if family != NET]
 # As few cells as name each method and each family: what takes long is done on these.
@@ -32,8 +30,18 @@ def parameters(cells: list[tuple[str, str]]) -> list:
 
 
 def marks(method: str, family: str) -> list[pytest.MarkDecorator]:
-    """A graph takes seconds: `make test` has each method on one family of each layout, and each family."""
-    return [] if method == METHOD or family in LAYOUTS else [pytest.mark.slow]
+    """A graph takes seconds: `make test` has each method on one family and one method on each, `make contract` all."""
+    here = family == NET or (method == METHOD and family not in LIKE_OTHERS)
+    return [] if here else [pytest.mark.slow]
+
+
+def rarely(cells: list[tuple[str, str]]) -> list:
+    """What takes longest: `make test` has the methods that stand for the others."""
+    here = [method in TYPICAL or family == NET for method, family in cells]
+    return [
+        pytest.param(cell, id="-".join(cell), marks=[] if chosen else [pytest.mark.slow])
+        for cell, chosen in zip(cells, here, strict=True)
+    ]
 
 
 def test_the_diagonal_names_all() -> None:
@@ -55,7 +63,7 @@ def test_compiles_as_one_graph(cell: tuple[str, str]) -> None:
         torch.testing.assert_close(whole(x), host(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cell", dict.fromkeys(DIAGONAL), ids="-".join)
+@pytest.mark.parametrize("cell", rarely(list(dict.fromkeys(DIAGONAL))))
 def test_inductor_computes_the_same(cell: tuple[str, str]) -> None:
     host = shaken(build(*cell))
     x = example(host)
@@ -63,7 +71,7 @@ def test_inductor_computes_the_same(cell: tuple[str, str]) -> None:
         torch.testing.assert_close(torch.compile(host, fullgraph=True)(x), host(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("cell", dict.fromkeys(DIAGONAL), ids="-".join)
+@pytest.mark.parametrize("cell", rarely(list(dict.fromkeys(DIAGONAL))))
 def test_compiles_for_training(cell: tuple[str, str]) -> None:
     host = without_drop_path(shaken(build(*cell))).train()  # the compiler draws other numbers
     other, x = copy.deepcopy(host), example(host)

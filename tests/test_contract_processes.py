@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models.resnet import BasicBlock
 
-from tests.cells import CELLS, build, example
+from tests.cells import CELLS, build, example, is_slow
 
 pytestmark = pytest.mark.medium
 
@@ -40,9 +40,12 @@ def _start(rank: int, port: int, folder: str, work: Callable[..., None]) -> None
     torch.distributed.destroy_process_group()
 
 
+WALKED = [cell for cell in CELLS if not is_slow(*cell)]
+
+
 def _train_two_steps(rank: int, folder: Path) -> None:
     totals = {}
-    for cell in CELLS:
+    for cell in WALKED:
         host = build(*cell).train()
         x: Tensor = example(host) + rank
         parallel = DistributedDataParallel(host)
@@ -55,7 +58,7 @@ def _train_two_steps(rank: int, folder: Path) -> None:
 def test_two_processes_use_every_parameter(tmp_path: Path) -> None:
     in_two_processes(_train_two_steps, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert len(first) == len(CELLS)
+    assert first.keys() == {"-".join(cell) for cell in WALKED}
     for cell, total in first.items():
         assert total.isfinite() and total == second[cell], cell
 

@@ -18,8 +18,9 @@ from tests.oracles import channel, dla, kcla_extensions, mixing
 from tests.oracles import depth as oracle
 
 STAGES = (  # what changes where the stage begins; channels, height and width, blocks
-    ("first stage", 8, (9, 7), 3),
-    ("width and stride, of an odd size", 16, (5, 4), 2),
+    ("first stage", 8, (19, 15), 3),
+    ("width and stride, of an odd size that is rounded down", 12, (9, 7), 1),
+    ("width and stride, of an odd size that is rounded up", 16, (5, 4), 2),
     ("width only", 24, (5, 4), 1),
     ("stride only", 24, (3, 2), 2),
     ("neither", 24, (3, 2), 2),

@@ -78,7 +78,7 @@ def test_weights(case: Case):
         found = module.weights(x, None, before)
         assert all(found[name].shape == (3, module.head_count) for name in ("score", "share", "gate"))
         assert all(found[name].shape == (3, module.head_count, 4) for name in ("query", "key"))
-        entered = module._enter(before)
+        entered = module._enter(x, before)
         x = x.detach()
         # The pooled map decides the weights, so that a change that leaves it alone moves the read by its share.
         change = torch.randn_like(x)
@@ -208,6 +208,6 @@ def test_many_layers_in_half_precision(case: Case, dtype: torch.dtype):
 def test_carries_through_transitions(case: Case):
     """The first layer of all reaches the last one, past every change of width and resolution."""
     chain, (outs, shortcuts) = build(case).eval(), draw()
-    assert [module.site.entry for module in chain].count("transition") == 4 == len(sites(carries=True)) - 6
+    assert [module.site.entry for module in chain].count("transition") == 5 == len(sites(carries=True)) - 6
     (grad,) = torch.autograd.grad(run(chain, outs, shortcuts)[-1].sum(), outs[0])
     assert grad.any()

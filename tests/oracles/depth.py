@@ -103,7 +103,7 @@ def kcla(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, variant: str, 
     for t, (module, x) in enumerate(zip(modules, outs, strict=True)):
         d = module.head_dim
         if module.site.entry == "transition":
-            kept = [_pseudo_layer(module, weighted_mean(kept, 0.0), form, p)]
+            kept = [_pseudo_layer(module, weighted_mean(kept, 0.0), x, form, p)]
         y = x.mean((2, 3))
         query, key = (split_heads(channel_conv(y, conv.weight), d) for conv in (module.query, module.key))
         kept.append((x, torch.exp(form.scores(key, p)), key))
@@ -121,11 +121,14 @@ def weighted_mean(kept: list[tuple[Tensor, Tensor, Tensor]], eps: float) -> Tens
     return sum(x * on_maps(weight / total, x.shape[1]) for x, weight, _ in kept)
 
 
-def _pseudo_layer(module: nn.Module, mean: Tensor, form: KCLAForm, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What has been read so far, as the first layer of a new stage."""
+def _pseudo_layer(
+    module: nn.Module, mean: Tensor, x: Tensor, form: KCLAForm, p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What has been read so far, as the first layer of a new stage, whose own first layer is ``x``."""
     transition, site = module.transition, module.site
     adapts = form.always_adapts or site.prev_channels != site.channels or site.stride != 1
-    r = batch_norm(pointwise(mean, transition.conv) if adapts else mean, transition.norm)
+    r = pointwise(mean, transition.conv)[..., : x.shape[2], : x.shape[3]] if adapts else mean
+    r = batch_norm(r, transition.norm)
     weight = transition.key.weight if form.own_key else module.key.weight
     key = split_heads(channel_conv(r.mean((2, 3)), weight), module.head_dim)
     return r, torch.exp(form.scores(key, p)), key
@@ -137,7 +140,7 @@ def kcla_states(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, variant
     for module, x in zip(modules, outs, strict=True):
         channels = x.shape[1]
         if module.site.entry == "transition":
-            r, z, _ = _pseudo_layer(module, u / on_maps(z, u.shape[1]), form, p)
+            r, z, _ = _pseudo_layer(module, u / on_maps(z, u.shape[1]), x, form, p)
             u = r * on_maps(z, channels)
         key = split_heads(channel_conv(x.mean((2, 3)), module.key.weight), module.head_dim)
         weight = torch.exp(form.scores(key, p))

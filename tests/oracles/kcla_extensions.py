@@ -116,7 +116,7 @@ def attend(
     results, layers = [], []
     for t, (module, x) in enumerate(zip(modules, outs, strict=True)):
         if module.site.entry == "transition":
-            (r,), (key,) = transition(module, [mean(layers, scores(layers))])
+            (r,), (key,) = transition(module, [mean(layers, scores(layers))], x)
             layers = [Layer(r, key, None, module)]
         layers = [*layers, Layer(x, *address(module, x), module)]
         results.append(put_out(module, x, read(layers), layers[-1].rho, None if keeps is None else keeps[t]))
@@ -135,7 +135,7 @@ def bank(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None, co
 
     for t, (module, x) in enumerate(zip(modules, outs, strict=True)):
         if module.site.entry == "transition":
-            rs, keys = transition(module, means())
+            rs, keys = transition(module, means(), x)
             banks = [[Layer(r, key, None, module)] for r, key in zip(rs, keys, strict=True)]
         key, rho = address(module, x)
         banks = [[*layers, Layer(x, key, rho, module)] for layers in banks]
@@ -157,11 +157,12 @@ def address(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return key, (query * key).sum(-1) / key.square().sum(-1).sqrt()
 
 
-def transition(module: nn.Module, maps: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def transition(module: nn.Module, maps: list[Tensor], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The maps in the new width and resolution, by one batch norm over all of them, and their keys."""
     site, parts = module.site, module.transition
     changes = site.prev_channels != site.channels or site.stride != 1
-    adapted = batch_norm(torch.cat([pointwise(m, parts.conv) if changes else m for m in maps]), parts.norm)
+    adapted = [pointwise(m, parts.conv)[..., : x.shape[2], : x.shape[3]] if changes else m for m in maps]
+    adapted = batch_norm(torch.cat(adapted), parts.norm)
     rs = list(adapted.split(len(maps[0])))
     return rs, [split_heads(channel_conv(r.mean((2, 3)), parts.key.weight), module.head_dim) for r in rs]
 

@@ -126,7 +126,7 @@ class KCLA(KeyCorrelated):
         return f"{super().extra_repr()}, variant={self.variant_name!r}"
 
     def forward(self, out: Tensor, shortcut: Tensor | None, state: KCLAState | None) -> tuple[Tensor, KCLAState]:
-        state = self._enter(state)
+        state = self._enter(out, state)
         drop = drop_path_factor(out, self.drop_path, self.training)
         norm = norm_data(self.norm) if self.variant.direction == "current" else None
         if norm is None:
@@ -150,7 +150,7 @@ class KCLA(KeyCorrelated):
 
     def update(self, out: Tensor, state: KCLAState | None) -> tuple[KCLAState, Tensor]:
         """Writes ``out`` into the state; returns it with the gate ``(B, h)`` for reading it."""
-        return self._write(out, self._enter(state))
+        return self._write(out, self._enter(out, state))
 
     def _write(self, out: Tensor, state: KCLAState | None) -> tuple[KCLAState, Tensor]:
         query, key, weight = address(pool(out), self._weights(), self._form())
@@ -162,11 +162,11 @@ class KCLA(KeyCorrelated):
         towards = key if direction is None else direction
         return KCLAState(mean, log_norm, direction), gate(query, towards, log_norm, self._weights(), self._form())
 
-    def _enter(self, state: KCLAState | None) -> KCLAState | None:
+    def _enter(self, out: Tensor, state: KCLAState | None) -> KCLAState | None:
         """At a transition, the old state as the first layer of the new stage."""
         if self.transition is None:
             return state
         assert state is not None
-        r, key = self._summed_up(state.mean)
+        r, key = self._summed_up(state.mean, out)
         direction = key if self.variant.direction == "running" else None
         return KCLAState(r, score(key, self._weights(), self._form()), direction)

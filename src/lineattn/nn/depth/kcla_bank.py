@@ -112,11 +112,11 @@ class KCLABank(KCLAExtension):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, copies={self.copies}"
 
-    def _enter(self, state: BankState | None) -> BankState | None:
+    def _enter(self, out: Tensor, state: BankState | None) -> BankState | None:
         if self.transition is None:
             return state
         assert state is not None
-        r, key = self._summed_up(torch.cat(state.means))
+        r, key = self._summed_up(torch.cat(state.means), out)
         copies = (self.copies, state.log_norms.shape[0])  # not len(), which an export would hold fast
         scores = score(key, self._weights(), self._form()).unflatten(0, copies).movedim(0, -1)
         return BankState(r.unflatten(0, copies).unbind(), scores * self.inv_factor.to(scores.dtype))

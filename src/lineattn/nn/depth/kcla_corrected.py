@@ -108,11 +108,11 @@ class KCLACorrected(KCLAExtension):
         super().__init__(site, head_dim=head_dim, p=p, drop_path=drop_path, init=init)
         self.correction = None if site.entry == "start" else zero_linear(self.head_count, self.head_count)
 
-    def _enter(self, state: CorrectedState | None) -> CorrectedState | None:
+    def _enter(self, out: Tensor, state: CorrectedState | None) -> CorrectedState | None:
         if self.transition is None:
             return state
         assert state is not None
-        r, key = self._summed_up(state.mean)
+        r, key = self._summed_up(state.mean, out)
         weight = score(key, self._weights(), self._form())
         return CorrectedState(r, weight, weight)
 

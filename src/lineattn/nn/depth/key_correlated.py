@@ -86,10 +86,12 @@ class Transition(nn.Module):
         self.norm: nn.Module = channel_norm(site)
         self.key = ChannelConv(site.channels) if variant.own_transition_key else None
 
-    def forward(self, mean: Tensor) -> Tensor:
+    def forward(self, mean: Tensor, like: Tensor) -> Tensor:
         r = mean.to(next(self.parameters()).dtype)
         if self.conv is not None:
             r = self.conv(r)
+            if r.shape[2:] != like.shape[2:]:  # of an odd size, some networks leave out the last row and column
+                r = r[:, :, : like.shape[2], : like.shape[3]]
         return self.norm(r)
 
     def fold(self) -> None:
@@ -138,10 +140,10 @@ class KeyCorrelated(PooledAttention):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, entry={self.site.entry!r}"
 
-    def _summed_up(self, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """At a transition, the mean as a layer of the new stage: its map ``(B, C, H, W)`` and key ``(B, h, D)``."""
+    def _summed_up(self, mean: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """At a transition, the mean as a layer of ``out``'s stage: its map ``(B, C, H, W)`` and key ``(B, h, D)``."""
         assert self.transition is not None
-        r = self.transition(mean)
+        r = self.transition(mean, out)
         conv = self.key if self.transition.key is None else self.transition.key
         key = heads(conv(pool(r)), self.head_count)
         return r.to(key.dtype), key
@@ -218,18 +220,18 @@ class KCLAExtension(KeyCorrelated):
         super().__init__(site, head_dim=head_dim, p=p, drop_path=drop_path, init=init)
 
     def forward(self, out: Tensor, shortcut: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        after, read, exposed = self._read(out, self._enter(state))
+        after, read, exposed = self._read(out, self._enter(out, state))
         opening = per_channel(exposed["gate"], out.shape[1])
         drop = drop_path_factor(out, self.drop_path, self.training)
         return read_out(out, read, self.value, opening, self.norm, relu=True, gain=self.gain, drop=drop), after
 
     def weights(self, out: Tensor, shortcut: Tensor | None, state: Any) -> dict[str, Tensor]:
         """KCLA's ``query``, ``key`` ``(B, h, D)``, ``score``, ``share``, ``gate`` ``(B, h)``, and what is added."""
-        return self._read(out, self._enter(state)).exposed
+        return self._read(out, self._enter(out, state)).exposed
 
     @abstractmethod
-    def _enter(self, state: Any) -> Any:
-        """The state in this stage's width and resolution."""
+    def _enter(self, out: Tensor, state: Any) -> Any:
+        """The state in the width and resolution of ``out``."""
 
     @abstractmethod
     def _read(self, out: Tensor, state: Any) -> Read:
@@ -245,11 +247,11 @@ class KCLAExtension(KeyCorrelated):
 class OneMean(KCLAExtension):
     """Base of the extensions whose state is KCLA's: one mean, in which layers weigh otherwise."""
 
-    def _enter(self, state: MeanState | None) -> MeanState | None:
+    def _enter(self, out: Tensor, state: MeanState | None) -> MeanState | None:
         if self.transition is None:
             return state
         assert state is not None
-        r, key = self._summed_up(state.mean)
+        r, key = self._summed_up(state.mean, out)
         return MeanState(r, score(key, self._weights(), self._form()))
 
     def _read(self, out: Tensor, state: MeanState | None) -> Read:
