@@ -27,9 +27,9 @@ _HEAD = """# The contract
 Each method of the depth axis on each family of networks, as the tests build them (a few blocks each, see
 `tests/hosts/nets.py`). A number says how many properties were tested on that cell and hold; "refused": the family's
 blocks don't fall into branch and shortcut, which the method needs, and `attach` says so. A property that the network
-itself does not have (sizes that a vision transformer doesn't take) is not counted. Families whose plan is that of another
-in other names have three methods, one for each thing that a plan offers (the output, branch and shortcut, the branch
-alone); `make test-slow` has them all. Written by `make contract`, from tests that every change passes.
+itself does not have (sizes that a vision transformer doesn't take) is not counted. Families whose plan is that of
+another in other names have three methods, one for each thing that a plan offers (the output, branch and shortcut, the
+branch alone); `make test-slow` has them all. Written by `make contract`, from tests that every change passes.
 """
 
 

@@ -65,6 +65,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             axes.plot(curve, color=colour, linewidth=0.7, alpha=0.6)
         mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
         axes.plot(mean, color=colour, linewidth=2, label=f"KCLA, init={init!r}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="epoch of fine-tuning", ylabel="validation top-1 accuracy, %")
     axes.grid(alpha=0.3)
     axes.legend()
