@@ -211,3 +211,15 @@ def test_seeds_of_accelerators_are_left_alone(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     attach(create_model("resnet20_bottleneck_cifar", width=4), "kcla", head_dim=4)
     assert not seeded
+
+
+def test_what_is_no_network_of_images_is_one_line() -> None:
+    with pytest.raises(InputError, match="the network is a str"):
+        attach("resnet50", "kcla")
+
+
+def test_maps_instead_of_pooled_features() -> None:
+    """timm's ``global_pool=""``: the classifier reads channels, whatever the map's width is."""
+    timm = pytest.importorskip("timm")
+    net = timm.create_model("resnet18", num_classes=0, global_pool="")
+    assert attach(net, "eca").head_hidden_size == 512

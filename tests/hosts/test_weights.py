@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -246,3 +247,23 @@ def test_timm_converts_the_layout_of_the_first_release() -> None:
         host = attach(ours, Mean)
         assert load_trunk(host, {"model": state}).unexpected == ()
         assert torch.equal(host(image()), theirs(image()))
+
+
+def test_weights_of_a_deeper_network_are_an_error() -> None:
+    host = attach(_cifar(14), "eca")
+    before = copy.deepcopy(host.state_dict())
+    with pytest.raises(InputError, match=r"a block more than 'stages.0' here; is it of a deeper network"):
+        load_trunk(host, _cifar(20).state_dict())
+    assert all(torch.equal(value, host.state_dict()[key]) for key, value in before.items())
+
+
+def _cifar(depth: int) -> nn.Module:
+    return cifar_resnet.CifarResNet(cifar_resnet.BasicBlock, depth, num_classes=5, width=8)
+
+
+def test_weights_that_the_networks_own_converter_cannot_read(tmp_path) -> None:
+    """timm's for ConvNeXt asks for keys that only its first release had."""
+    timm = pytest.importorskip("timm")
+    host = attach(timm.create_model("convnext_atto"), "eca")
+    with pytest.raises(InputError, match="missing"):
+        load_trunk(host, _cifar(14).state_dict())

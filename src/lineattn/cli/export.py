@@ -70,8 +70,11 @@ def run(args: list[str]) -> int:
     if options.to == "safetensors":
         _write_safetensors(trained.net, path)
     else:
+        program = _program(trained, dynamic=options.dynamic)
+        if options.to == "torch":
+            _need_own_size(program, trained)
         write = _write_onnx if options.to == "onnx" else _write_torch
-        write(_program(trained, dynamic=options.dynamic), path)
+        write(program, path)
     _write_json(trained, path, options.to, dynamic=options.dynamic)
     print(f"wrote {path} and {out / 'model.json'}")
     return _check(trained, path, dynamic=options.dynamic) if options.check else 0
@@ -115,16 +118,35 @@ def _program(trained: Trained, *, dynamic: bool) -> ExportedProgram:
     from lineattn.tasks.console import hush_libraries
 
     net, side = trained.net, trained.data.image_size
-    example = torch.zeros(2, trained.data.channels, side + _STEP if dynamic else side, side)
+    # Of two sizes, neither so small that the last map is a pixel wide: its width would be taken for a constant.
+    size = (side + 2 * _STEP, side + _STEP) if dynamic else (side, side)
+    example = torch.zeros(2, trained.data.channels, *size)
     if dynamic:
         _need_sizes(net, example, side)
     axes = {0: Dim.DYNAMIC, **({2: Dim.DYNAMIC, 3: Dim.DYNAMIC} if dynamic else {})}
     with hush_libraries():
         program = export(_folded(net), (example,), dynamic_shapes=(axes,))
+    if bounded := [str(bounds) for bounds in program.range_constraints.values() if bounds.upper.is_Integer]:
+        raise InputError(f"--dynamic: the graph holds for some sizes only ({', '.join(bounded)}); leave it out")
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     targets = [node.target for graph in graphs for node in graph.nodes]
     _refuse_custom({str(target) for target in targets if getattr(target, "namespace", "aten") not in _TORCH})
     return program
+
+
+def _need_own_size(program: ExportedProgram, trained: Trained) -> None:
+    """A graph for any size leaves out those at which a map is one pixel wide, which may be the network's own."""
+    import torch
+
+    side = trained.data.image_size
+    try:
+        with torch.no_grad():
+            program.module()(torch.zeros(2, trained.data.channels, side, side))
+    except (AssertionError, RuntimeError) as error:
+        raise InputError(
+            f"--dynamic: at {side}x{side}, the size of training, a map is one pixel wide, and no graph for other sizes "
+            "holds there; leave it out, or export to onnx"
+        ) from error
 
 
 def _need_sizes(net: nn.Module, example: Tensor, side: int) -> None:

@@ -45,7 +45,7 @@ def run(args: list[str]) -> int:
         names, registered = _of_timm(pattern), []
     else:
         names, registered = list_models(pattern), _registered(pattern) if pattern else []
-    methods = fnmatch.filter(list_methods("depth"), pattern or "*")
+    methods = list_methods("depth") if names else fnmatch.filter(list_methods("depth"), pattern or "*")
     if not (names or registered or methods):
         raise InputError(
             f"no network or method fits {pattern!r}; `lineattn models` lists all but timm's, which are timm/NAME"
@@ -129,7 +129,7 @@ def _methods(cards: Sequence[Card]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = "attention over depth for each of them (--model.attn)"
+    title = "attention over depth (--model.attn)"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in ("name", "time", "state", "reads", "arXiv"):
         table.add_column(column, no_wrap=True)

@@ -33,7 +33,11 @@ def run(args: list[str]) -> int:
             raise InputError(f"--attn {options.attn}: for a network; {name} is a method")
         print(_method(registry.get(name)))
         return 0
-    if name not in list_models() and not name.endswith("_cifar"):
+    for method in list_methods("depth"):
+        if name.endswith(f"_{method}") and not options.attn:  # as lineattn.timm registers them
+            print(_network(f"timm/{name.removesuffix(f'_{method}')}", method))
+            return 0
+    if name not in list_models() and not name.endswith("_cifar") and not name.startswith("timm/"):
         raise unknown("method or network", name, [*list_methods(), *list_models()])
     print(_network(name, options.attn))
     return 0

@@ -64,6 +64,10 @@ def attach(
     cls, name = (
         (registry.get(method, axis="depth").cls, method) if isinstance(method, str) else (method, method.__name__)
     )
+    if not isinstance(net, nn.Module):
+        raise InputError(
+            f"the network is a {type(net).__name__}; give a torch.nn.Module, or use create_model for names"
+        )
     if any(isinstance(module, DepthHost) for module in net.modules()):
         raise InputError(
             f"the network already has attention over depth ({name} can't be attached a second time); attach to its "
@@ -138,7 +142,8 @@ def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> Proof:
                     raise InputError(f"{_name(net)}: its forward never calls {step.path!r}, which a {plan.family} does")
                 _compare(x, outputs[step.path], f"{_name(net)}: {step.path!r} is the first step that puts out", plan)
                 walked.append((step, step.show(x, size).shape))
-            head_width = plan.head(net, x.clone(), True).shape[-1]  # copied: a head may work in place
+            features = plan.head(net, x.clone(), True).shape  # copied: a head may work in place
+            head_width = getattr(net, "head_hidden_size", None) or features[1 if len(features) == 4 else -1]
             _compare(plan.head(net, x, False), logits, f"{_name(net)}: after the last step, the head puts out", plan)
     homes = {name.rpartition(".")[0] for name in plan.stem}  # read, but not called
     if extra := sorted(ran - ran_walked - homes):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lineattn.errors import InputError
+
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
@@ -35,7 +37,9 @@ def same_draws(probe: Tensor) -> Iterator[None]:
 
 def make_probe(net: nn.Module, side: int) -> Tensor:
     """Two random images, with the channels, on the device and of the numbers that a network's first layer has."""
-    first = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
+    first = next((module for module in net.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None:
+        raise InputError(f"a {type(net).__qualname__} has no 2-D convolution; attention over depth is for images")
     draws = torch.Generator().manual_seed(0)
     probe = torch.randn(2, first.in_channels, side, side, generator=draws, device="cpu")
     return probe.to(first.weight)

@@ -92,7 +92,7 @@ def _from_timm(name: str) -> Weights:
         where = f"https://huggingface.co/{config.hf_hub_id}" if config.hf_hub_id else str(config.url)
     try:
         return Weights(name, timm.create_model(model, pretrained=True).state_dict())
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # a ValueError: no name of a repository
         raise _unfetched(name, where, error) from error
 
 

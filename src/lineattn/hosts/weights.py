@@ -110,6 +110,7 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
     left = [key for key in theirs if key not in ours]
     dropped += [(key, "the network has no classifier there") for key in left if key.startswith(heads)]
     unexpected = tuple(key for key in left if not key.startswith(heads))
+    _refuse_deeper(found.name, trunk, unexpected)
     sites: dict[str, Tensor] = {}
     if isinstance(net, DepthHost):
         sites, unfit = _fitting(net, attention, found.method)
@@ -120,6 +121,17 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
         dropped += [(key, "the network has no attention") for key in attention]
     trunk.load_state_dict(load, strict=False)
     return LoadReport(found.name, (*load, *sites), tuple(new), adapted, tuple(dropped), unexpected)
+
+
+def _refuse_deeper(source: str, trunk: nn.Module, unexpected: Sequence[str]) -> None:
+    """Blocks behind the last one of ours: the weights are of a deeper network, and ours would be a torso of it."""
+    modules = dict(trunk.named_modules())
+    for key in unexpected:
+        parts = key.split(".")
+        for i in range(1, len(parts)):
+            row, block = ".".join(parts[:i]), parts[i]
+            if isinstance(modules.get(row), nn.Sequential | nn.ModuleList) and f"{row}.{block}" not in modules:
+                raise InputError(f"{source}: has {key!r}, a block more than {row!r} here; is it of a deeper network?")
 
 
 def trunk_of(net: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -155,7 +167,12 @@ def _as_the_network_has_them(
     module = sys.modules[type(trunk).__module__]
     convert: Callable[..., dict[str, Tensor]] | None = getattr(module, "checkpoint_filter_fn", None)
     fits = all(key in theirs and theirs[key].shape == value.shape for key, value in ours.items())
-    return theirs if convert is None or fits else convert(theirs, trunk)
+    if convert is None or fits:
+        return theirs
+    try:
+        return convert(dict(theirs), trunk)
+    except Exception:  # anybody's code, on the weights of any network: what doesn't fit is said below
+        return theirs
 
 
 def _adapt_first_conv(

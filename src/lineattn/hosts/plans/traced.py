@@ -232,6 +232,8 @@ def _shapes(net: nn.Module, paths: Sequence[str]) -> tuple[int, dict[str, torch.
             return side, shapes
         except (RuntimeError, AssertionError):
             continue
+        except TypeError as error:
+            raise InputError(f"it doesn't run on a batch of images alone ({error})") from error
         finally:
             for hook in hooks:
                 hook.remove()

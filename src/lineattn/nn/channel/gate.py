@@ -15,7 +15,8 @@ class ChannelGate(DepthAttention):
 
     .. math:: \tilde b = (1 + \mathrm{gain} \odot (g - 1)) \odot b
 
-    With ``init="paper"`` the published :math:`g \odot b`. A subclass adds the gate.
+    With ``init="paper"`` the published :math:`g \odot b`. A subclass adds the gate. Where the network has drop path,
+    the branch arrives here behind it: in training its gate is that of the branch as it was kept and scaled.
     """
 
     position: ClassVar[Literal["after", "branch"]] = "branch"
