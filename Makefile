@@ -41,6 +41,7 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/python tools/readme_tables.py --check
+	$(BIN)/python tools/methods_page.py --check
 
 types: .venv/.installed-dev
 	$(BIN)/pyright
