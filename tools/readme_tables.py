@@ -159,7 +159,10 @@ def main(check: bool) -> int:
         try:
             block = f"{start}\n{table()}\n{end}"
         except FileNotFoundError as error:
-            print(f"README.md: {error.filename or error} is missing; `make results` and `make finetune` measure", file=sys.stderr)
+            print(
+                f"README.md: {error.filename or error} is missing; `make results` and `make finetune` measure",
+                file=sys.stderr,
+            )
             return 1
         text = re.sub(rf"{start}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)
     if check and text != before:
