@@ -25,13 +25,13 @@ demo: .venv/.installed-demo ## train plain, MRLA-light and KCLA ResNets on small
 	$(RUN)/lineattn demo
 
 test: .venv/.installed-dev ## all tests and doctests but the slow ones
-	$(RUN)/pytest -q -n 2 -m "not slow"
+	$(RUN)/pytest -q -n 2 --dist worksteal -m "not slow"
 
-test-slow: .venv/.installed-dev ## the tests that take minutes: training, and the kernels under the sanitizers
+test-slow: .venv/.installed-dev ## what takes minutes or hours: training, runs killed ten times, all cells of the contract
 	$(RUN)/pytest -q -m slow
 
 check: lint types imports ## format, lint, types, import contract, fast tests, doctests
-	$(RUN)/pytest -q -n 2 -m "not slow and not medium"
+	$(RUN)/pytest -q -n 2 --dist worksteal -m "not slow and not medium"
 
 format: .venv/.installed-dev ## write the format, and mend what the linter can mend
 	$(BIN)/ruff format
@@ -63,7 +63,7 @@ docs: .venv/.installed-dev ## write the pages of docs/ that come from the code
 	$(BIN)/python tools/support_table.py
 
 contract: .venv/.installed-dev ## the contract of the methods on the families of networks, and its table in docs/ (ten minutes)
-	$(RUN)/pytest -q -n 2 -m "not slow" tests/test_contract*.py --junitxml=runs/contract.xml
+	$(RUN)/pytest -q -n 2 --dist worksteal -m "not slow" tests/test_contract*.py --junitxml=runs/contract.xml
 	$(BIN)/python tools/contract_table.py runs/contract.xml
 
 # DATA is a folder of images; the numbers in results/ are of ../shared/data/tiny_imagenet100.

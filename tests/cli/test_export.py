@@ -32,7 +32,7 @@ def test_safetensors_and_the_json_rebuild_the_network(checkpoint, capsys, monkey
     assert main(["export", "--ckpt_path", str(checkpoint)]) == 0
     folder = checkpoint.parents[1] / "export"
     assert str(folder / "model.safetensors") in capsys.readouterr().out
-    description = json.loads((folder / "model.json").read_text())
+    description = json.loads((folder / "model.safetensors.json").read_text())
     net = lineattn.create_model(**description["create_model"])
     net.load_state_dict(load_file(folder / "model.safetensors"))
     images = torch.randn(2, 1, 16, 16)
@@ -58,8 +58,8 @@ def test_graphs_equal_torch(checkpoint, tmp_path, capsys, monkeypatch, kind, nam
     error = float(shown.split(f"largest absolute difference from torch over 3 random images of {size}: ")[1].split()[0])
     assert error < 1e-4
     monkeypatch.chdir(tmp_path / "o")
-    assert sorted(path.name for path in tmp_path.joinpath("o").iterdir()) == ["model.json", name]
-    description = json.loads((tmp_path / "o" / "model.json").read_text())
+    assert sorted(path.name for path in tmp_path.joinpath("o").iterdir()) == [name, f"{name}.json"]
+    description = json.loads((tmp_path / "o" / f"{name}.json").read_text())
     assert description["input"]["shape"] == ["batch", 1, *(["height", "width"] if dynamic else [16, 16])]
 
     names = {}

@@ -65,7 +65,7 @@ def _timm_regnet() -> nn.Module:
 
 
 def _torchvision_regnet() -> nn.Module:
-    sizes = regnet.BlockParams([2, 1, 2], [16, 32, 48], [8, 8, 8], [1.0, 1.0, 1.0], [2, 2, 2], se_ratio=0.25)
+    sizes = regnet.BlockParams([2, 1], [16, 32], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
     return regnet.RegNet(sizes, num_classes=5, stem_width=8)
 
 

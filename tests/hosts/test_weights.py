@@ -206,7 +206,10 @@ def test_a_checkpoint_says_its_method_and_holds_averaged_weights() -> None:
     there = trained("mrla_base")
     last = {f"net.{key}": torch.zeros_like(value) for key, value in there.state_dict().items()}
     averaged = {f"ema.module.{key}": value for key, value in there.state_dict().items()}
-    checkpoint = {"state_dict": last | averaged, "lineattn": {"config": {"model": {"attn": "mrla_base"}}}}
+    checkpoint = {
+        "state_dict": last | averaged,
+        "lineattn": {"config": {"model": {"attn": "mrla_base", "attn_args": ATTENTION}}},
+    }
     same, other = (attach(small("cifar_basic"), method, **ATTENTION) for method in ("mrla_base", "layer_softmax"))
     assert load_trunk(same, checkpoint).dropped == ()
     with torch.no_grad():
@@ -214,6 +217,24 @@ def test_a_checkpoint_says_its_method_and_holds_averaged_weights() -> None:
     report = load_trunk(other, checkpoint)
     assert {why for _, why in report.dropped} == {"of mrla_base; the network has layer_softmax"}
     assert same_trunk(other, there.backbone)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"head_dim": 8, "drop_path": 0.1}, None),
+        ({"head_dim": 8, "normalise": True}, "head_dim=8, normalise=True; the network has head_dim=8, normalise=False"),
+        ({"head_dim": 4}, "head_dim=4, normalise=False; the network has head_dim=8, normalise=False"),
+    ],
+)
+def test_a_checkpoint_says_its_methods_arguments(arguments: dict, reason: str | None) -> None:
+    """None of these changes a parameter's shape."""
+    config = {"model": {"attn": "layer_linear", "attn_args": arguments}}
+    there, host = trained("layer_linear"), attach(small("cifar_basic"), "layer_linear", **ATTENTION)
+    state = torch.random.get_rng_state()
+    report = load_trunk(host, {"state_dict": there.state_dict(), "lineattn": {"config": config}})
+    assert {why for _, why in report.dropped} == (set() if reason is None else {f"trained with {reason}"})
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_a_plain_network_drops_attention(plain: nn.Module) -> None:

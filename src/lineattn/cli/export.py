@@ -6,7 +6,7 @@ import argparse
 import copy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lineattn.errors import InputError
 from lineattn.files import write_json, write_whole
@@ -30,7 +30,7 @@ _FILES = {"safetensors": "model.safetensors", "onnx": "model.onnx", "torch": "mo
 # Lines of Python that run as they stand, in the folder of the export.
 _USE = {
     "safetensors": "import json, lineattn, pathlib, safetensors.torch; "
-    "net = lineattn.create_model(**json.loads(pathlib.Path('model.json').read_text())['create_model']); "
+    "net = lineattn.create_model(**json.loads(pathlib.Path('model.safetensors.json').read_text())['create_model']); "
     "net.load_state_dict(safetensors.torch.load_file('model.safetensors')); net.eval()",
     "onnx": "import onnxruntime; session = onnxruntime.InferenceSession('model.onnx')"
     "  # session.run(['logits'], {'images': X}) for an X of float32 and the shape above",
@@ -43,8 +43,9 @@ def run(args: list[str]) -> int:
     """Writes the weights of a checkpoint, and how to build their network, where other programs can read them."""
     parser = argparse.ArgumentParser(
         prog="lineattn export",
-        description="Writes model.safetensors, model.onnx or model.pt2, and model.json: classes, input, how to build "
-        "or run the network. Weights are written as trained; in the other two everything constant is folded.",
+        description="Writes model.safetensors, model.onnx or model.pt2, and beside it a .json of the same name: "
+        "classes, input, how to build or run the network. Weights are written as trained; in the other two everything "
+        "constant is folded.",
         allow_abbrev=False,
     )
     parser.add_argument("--ckpt_path", type=Path, required=True, help="checkpoint of a run")
@@ -75,8 +76,9 @@ def run(args: list[str]) -> int:
             _need_own_size(program, trained)
         write = _write_onnx if options.to == "onnx" else _write_torch
         write(program, path)
-    _write_json(trained, path, options.to, dynamic=options.dynamic)
-    print(f"wrote {path} and {out / 'model.json'}")
+    description = path.with_name(f"{path.name}.json")
+    write_json(description, _describe(trained, options.to, dynamic=options.dynamic))
+    print(f"wrote {path} and {description}")
     return _check(trained, path, dynamic=options.dynamic) if options.check else 0
 
 
@@ -92,10 +94,9 @@ def _write_safetensors(net: nn.Module, path: Path) -> None:
     write_whole(path, lambda file: file.write(save(weights)))
 
 
-def _write_json(trained: Trained, weights: Path, kind: str, *, dynamic: bool) -> None:
-    """Writes ``model.json`` beside the weights."""
+def _describe(trained: Trained, kind: str, *, dynamic: bool) -> dict[str, Any]:
     data = trained.data
-    description = {
+    return {
         "create_model": trained.arguments,
         "classes": trained.classes,
         "input": {
@@ -106,7 +107,6 @@ def _write_json(trained: Trained, weights: Path, kind: str, *, dynamic: bool) ->
         },
         "use": _USE[kind],
     }
-    write_json(weights.with_name("model.json"), description)
 
 
 def _program(trained: Trained, *, dynamic: bool) -> ExportedProgram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copying
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.probe import evaluating, make_probe, same_draws
 from lineattn.hosts.site import StateScope, derive
 from lineattn.hosts.step import Plan, Step, run_split
-from lineattn.nn.depth.base import DepthAttention, Init
+from lineattn.nn.depth.base import DepthAttention, Init, Site
 
 
 def attach(
@@ -75,7 +75,7 @@ def attach(
         )
     plan = plans.find(net)
     reach = StateScope.parse(scope, carries=cls.carries)
-    takes_head_dim = "head_dim" in _known_arguments(cls, name, method_args)
+    _refuse_unknown(cls, name, method_args)
     if copy:
         net = copying.deepcopy(net)
 
@@ -83,8 +83,7 @@ def attach(
     proof = prove(net, plan, probe, split=False)
     modules = {}
     for path, site in derive(proof.walked, reach, carries=cls.carries, norm=plan.norm).items():
-        defaults = {"head_dim": math.gcd(plan.head_dim, site.channels)} if takes_head_dim else {}
-        modules[path] = cls(site, init=init, **(defaults | method_args))
+        modules[path] = make_method(cls, site, plan, init, method_args)
     host = DepthHost(net, plan, modules, _feature_info(proof.walked, probe), proof.num_features, proof.head_width)
     if host.needs_split:
         try:
@@ -95,6 +94,14 @@ def attach(
     host.sites.to(device=like.device, dtype=like.dtype).train(net.training)
     host.training = net.training
     return host
+
+
+def make_method(
+    cls: type[DepthAttention], site: Site, plan: Plan, init: Init, given: Mapping[str, Any]
+) -> DepthAttention:
+    """The method at a site of a family, whose width of heads it has unless another is given."""
+    defaults = {"head_dim": math.gcd(plan.head_dim, site.channels)} if "head_dim" in _arguments(cls) else {}
+    return cls(site, init=init, **(defaults | dict(given)))
 
 
 @dataclass(frozen=True)
@@ -226,10 +233,13 @@ def _unsplit() -> list[str]:
     return [card.name for card in cards if card.cls.position == "after" and not card.cls.needs_shortcut]
 
 
-def _known_arguments(cls: type[DepthAttention], name: str, given: dict[str, Any]) -> set[str]:
-    """Names of the method's own arguments; those given are among them."""
-    known = inspect.signature(cls).parameters.keys() - {"site", "init"}
+def _refuse_unknown(cls: type[DepthAttention], name: str, given: Mapping[str, Any]) -> None:
+    known = _arguments(cls)
     for key in given:
         if key not in known:
             raise unknown(f"argument of {name}", key, known)
-    return known
+
+
+def _arguments(cls: type[DepthAttention]) -> set[str]:
+    """Names of the method's own arguments."""
+    return inspect.signature(cls).parameters.keys() - {"site", "init"}

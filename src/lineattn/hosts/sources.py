@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
@@ -28,11 +28,13 @@ class Weights:
         name: The source, for messages.
         tensors: The tensors.
         method: Registry name of the attention among them, where the source says it: in checkpoints of this library.
+        arguments: What that method was given, in the same checkpoints.
     """
 
     name: str
     tensors: dict[str, Tensor]
     method: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(source: Source) -> Weights:
@@ -126,21 +128,24 @@ def _unfetched(name: str, where: str, error: Exception, cache: str = "") -> Inpu
 
 
 def _unwrap(content: Any, name: str) -> Weights:
-    method = _method(content)
+    attention = _attention(content)
     while isinstance(content, Mapping):
         inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
             tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
             averaged = {key: value for key, value in tensors.items() if key.startswith(_AVERAGED)}
             if tensors:
-                return Weights(name, averaged or tensors, method)
+                return Weights(name, averaged or tensors, *attention)
             break
         content = inner
     raise InputError(f"{name}: holds no state dict; it should map names to tensors")
 
 
-def _method(content: Any) -> str | None:
-    """The attention that a checkpoint of `lineattn.tasks.checkpoint` was trained with."""
-    for key in ("lineattn", "config", "model", "attn"):
+def _attention(content: Any) -> tuple[str | None, Mapping[str, Any]]:
+    """The method that a checkpoint of `lineattn.tasks.checkpoint` was trained with, and its arguments."""
+    for key in ("lineattn", "config", "model"):
         content = content.get(key) if isinstance(content, Mapping) else None
-    return content if isinstance(content, str) else None
+    if not isinstance(content, Mapping) or not isinstance(content.get("attn"), str):
+        return None, {}
+    arguments = content.get("attn_args")
+    return content["attn"], arguments if isinstance(arguments, Mapping) else {}

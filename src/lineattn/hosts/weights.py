@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lineattn import registry
 from lineattn.errors import InputError
+from lineattn.hosts.attach import make_method
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.plans import find
-from lineattn.hosts.sources import Source, read
+from lineattn.hosts.sources import Source, Weights, read
+from lineattn.nn.depth.base import DepthAttention
 
 _PREFIXES = ("module.", "_orig_mod.", "ema.module.", "model.", "net.", "backbone.")
 
@@ -60,7 +63,8 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
     three, and a classifier for another number of classes stays new.
 
     A source that has attention too, such as a checkpoint of a run, gives it to the sites where the same method stands
-    in the same form; elsewhere it is dropped, with the reason.
+    in the same form; elsewhere it is dropped, with the reason. The method and its arguments are known of a checkpoint;
+    of a bare state dict only names and shapes are, which some methods share.
 
     Args:
         net: A host or a plain network.
@@ -113,7 +117,7 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
     _refuse_deeper(found.name, trunk, unexpected)
     sites: dict[str, Tensor] = {}
     if isinstance(net, DepthHost):
-        sites, unfit = _fitting(net, attention, found.method)
+        sites, unfit = _fitting(net, attention, found)
         dropped += unfit
         new += [f"sites.{key}" for key in net.sites.state_dict() if f"sites.{key}" not in sites]
         net.sites.load_state_dict({key.removeprefix("sites."): value for key, value in sites.items()}, strict=False)
@@ -193,14 +197,14 @@ def _adapt_first_conv(
 
 
 def _fitting(
-    host: DepthHost, attention: Mapping[str, Tensor], method: str | None
+    host: DepthHost, attention: Mapping[str, Tensor], found: Weights
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
     """What of the attention goes to which site, and what doesn't, with the reason."""
     load: dict[str, Tensor] = {}
     dropped: list[tuple[str, str]] = []
     for site in dict.fromkeys(key.split(".")[1] for key in attention):
         theirs = {key: value for key, value in attention.items() if key.startswith(f"sites.{site}.")}
-        reason = _unfit(host, site, theirs, method)
+        reason = _unfit(host, site, theirs, found)
         if reason is None:
             load |= theirs
         else:
@@ -208,12 +212,12 @@ def _fitting(
     return load, dropped
 
 
-def _unfit(host: DepthHost, site: str, theirs: Mapping[str, Tensor], method: str | None) -> str | None:
+def _unfit(host: DepthHost, site: str, theirs: Mapping[str, Tensor], found: Weights) -> str | None:
     if site not in host.sites:
         return "the network has no attention there"
     here = _method(host)
-    if method is not None and method != here:
-        return f"of {method}; the network has {here}"
+    if found.method is not None and found.method != here:
+        return f"of {found.method}; the network has {here}"
     ours = {f"sites.{site}.{key}": value for key, value in host.sites[site].state_dict().items()}
     if odd := ours.keys() ^ theirs.keys():
         if odd == {gain := f"sites.{site}.gain"}:
@@ -223,7 +227,17 @@ def _unfit(host: DepthHost, site: str, theirs: Mapping[str, Tensor], method: str
     if reshaped := [key for key, value in ours.items() if value.shape != theirs[key].shape]:
         key = reshaped[0].removeprefix(f"sites.{site}.")
         return f"no {here} of the same form: {key} is of another shape"
-    return None
+    return _otherwise_built(host, site, found) if found.method is not None else None
+
+
+def _otherwise_built(host: DepthHost, site: str, found: Weights) -> str | None:
+    """Arguments may change what is computed without changing a shape: the width of heads, for one."""
+    ours = cast(DepthAttention, host.sites[site])
+    with torch.random.fork_rng(devices=[]):
+        theirs = make_method(type(ours), ours.site, host.plan, "paper", found.arguments)
+    if theirs.extra_repr() == ours.extra_repr():
+        return None
+    return f"trained with {theirs.extra_repr()}; the network has {ours.extra_repr()}"
 
 
 def _difference(ours: Iterable[str], theirs: Iterable[str], site: str) -> str:

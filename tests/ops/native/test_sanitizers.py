@@ -18,7 +18,7 @@ SOURCES = Path(native.__file__).parent / "csrc"
 OPTIONS = {"ASAN_OPTIONS": "max_malloc_fill_size=1073741824:malloc_fill_byte=255"}
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(("sanitizers", "cases"), [("address,undefined", 400), ("thread", 100)])
 def test_clean(sanitizers: str, cases: int, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ class LayerFocused(MixingAttention):
     Note:
         The published code for depth adds the position to the map, before anything else. Here it goes where a position
         belongs, into queries and keys: the values are the block's own outputs, of which no copy has to be made. There
-        is no denominator, as in that code; the depth-wise convolution that the paper adds for the rank is left out, for
-        :math:`V_t` is one.
+        is no denominator and the power is two, as in that code (the paper's own code for tokens takes the third); the
+        depth-wise convolution that the paper adds for the rank is left out, for :math:`V_t` is one.
 
         The taps of :math:`Q` and :math:`K` start positive. Pooled maps are positive behind a ReLU, and with negative
         taps the kernel's own ReLU would let nothing through, of any image and for good.
