@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN := OMP_WAIT_POLICY=PASSIVE $(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format lint types imports results contract finetune docs clean
+.PHONY: help demo test test-slow check format lint types imports results contract finetune study docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -75,6 +75,11 @@ finetune: .venv/.installed-dev ## KCLA attached to a trained trunk, from both st
 		--model.trunk runs/finetune/trunk/checkpoints/last.ckpt --grid model.init=identity,paper --seeds 1,2,3
 	$(BIN)/python tools/finetune.py runs/finetune
 	$(BIN)/python tools/readme_tables.py
+
+# DATA is a tar of CIFAR-10's images; results/study.json is of ../shared/data/cifar10/cifar10_jpeg_60k.tar.xz.
+study: .venv/.installed-dev ## the small study of depth attention: results/study.json (two hours; goes on where it stopped)
+	$(BIN)/python tools/study_data.py $(DATA) runs/study/data
+	$(RUN)/python tools/study.py runs/study/data runs/study
 
 clean: ## remove what was built, .venv too; runs/ stays
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache src/lineattn/ops/native/*.so

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from scipy import stats
 
 from lineattn.cli.main import main
 
@@ -48,6 +49,36 @@ def test_mean_spread_and_cost_of_each_method(tmp_path, capsys, monkeypatch):
     assert rows[0]["MMACs"] == "2.5" and rows[0][STEP_COLUMN] == "12.0" and rows[0]["s/epoch"] == "4.0"
     shown = capsys.readouterr().out
     assert "92.17 ± 1.26" in shown and "kcla-4" in shown and "compare.csv" in shown
+
+
+def test_differences_are_paired_and_tested_from_five_seeds_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    plain = [90.0, 92.0, 91.0, 90.5, 91.5]
+    for seed, value in enumerate(plain, start=1):
+        make_run(tmp_path / f"none-{seed}", "none", seed, value)
+        make_run(tmp_path / f"kcla-{seed}", "kcla", 6 - seed, plain[5 - seed] + 1 + 0.1 * (seed % 2))
+        make_run(tmp_path / f"eca-{seed}", "eca", seed, value + (-1) ** seed)
+        make_run(tmp_path / f"se-{seed}", "se", seed + 1, value)
+    assert main(["compare", str(tmp_path)]) == 0
+    rows = {row["method"]: row["vs none"] for row in table(tmp_path / "compare.csv")}
+    centre, (low, high) = 1.06, stats.t.interval(0.95, 4, 1.06, stats.sem([1.1, 1.0, 1.1, 1.0, 1.1]))
+    assert rows["kcla"] == f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), better here"
+    assert rows["eca"].endswith("within noise")
+    assert rows["se"] == rows["none"] == ""  # four seeds in common, and itself
+    assert main(["compare", str(tmp_path), "--against", "kcla"]) == 0
+    rows = {row["method"]: row["vs kcla"] for row in table(tmp_path / "compare.csv")}
+    assert rows["none"].startswith("-1.06") and rows["none"].endswith("worse here")
+    assert main(["compare", str(tmp_path), "--against", "kclaa"]) == 2
+    assert "did you mean 'kcla'" in capsys.readouterr().err
+
+
+def test_under_five_seeds_it_is_said_that_nothing_is_tested(tmp_path, capsys):
+    for seed in range(1, 5):
+        make_run(tmp_path / f"none-{seed}", "none", seed, 90.0 + seed)
+        make_run(tmp_path / f"kcla-{seed}", "kcla", seed, 91.0)
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "vs none" not in table(tmp_path / "compare.csv")[0]
+    assert "no difference from none is tested under 5 common seeds" in capsys.readouterr().out
 
 
 def test_best_weights_have_a_column_of_their_own(tmp_path):

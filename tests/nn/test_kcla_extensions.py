@@ -20,7 +20,8 @@ from tests.oracles import kcla_extensions as oracle
 from tests.oracles.depth import on_maps
 
 ONE_STAGE = (("", 8, (5, 6), 6),)
-EXTENSIONS = [case for case in CASES if case.method.startswith("kcla_")]
+ABLATIONS = ("kcla_no_exp", "kcla_no_gate", "kcla_static_value")  # see test_kcla_ablations.py
+EXTENSIONS = [case for case in CASES if case.method.startswith("kcla_") and case.method not in ABLATIONS]
 extensions = pytest.mark.parametrize("case", EXTENSIONS, ids=lambda case: case.id)
 NEW = ("log_temperature", "temper", "decay", "correction", "choice")
 

@@ -32,6 +32,9 @@ CHAINS = {  # the chain: what it keeps of float32 maps, and of bfloat16 ones (st
     "kcla_bank-1": (5, 12),
     "kcla_bank-2": (15, 34),  # each mean, and their mix
     "kcla_bank-3": (20, 46),
+    "kcla_no_exp": (5, 12),
+    "kcla_no_gate": (5, 12),
+    "kcla_static_value": (11, 17),  # the value and the mean, of which the first is the first value
     "kcla_corrected": (19, 40),  # the mean, the covariance and what both are made of
     "se": (0, 0),
     "eca": (0, 0),

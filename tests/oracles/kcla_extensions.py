@@ -1,6 +1,6 @@
-"""The extensions of KCLA, O(L²): every layer's map and score is kept, and every weight is written out.
+"""The extensions and ablations of KCLA, O(L²): every layer's map and score is kept, and every weight is written out.
 
-See `tests.oracles.depth` for what an oracle is. Section 8.1 of the specification.
+See `tests.oracles.depth` for what an oracle is. Section 8.1 of the specification, and the ablation in section 7.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.oracles.depth import (
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer has left: its map, its key, and how that agreed with its query; and the site that wrote it."""
+    """What a layer has left: its map or value, its key, how that agreed with its query, and the site that wrote it."""
 
     map: Tensor
     key: Tensor
@@ -40,6 +40,7 @@ class Layer:
 
 
 Scores = Callable[[list[Layer]], list[Tensor]]
+Mean = Callable[[list[Layer]], Tensor]
 
 
 def mean(layers: list[Layer], scores: list[Tensor]) -> Tensor:
@@ -71,7 +72,7 @@ def scores_decay(layers: list[Layer]) -> list[Tensor]:
 
 def of_one_mean(scores: Scores):
     def run(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None) -> list[Tensor]:
-        return attend(modules, outs, keeps, scores, lambda layers: mean(layers, scores(layers)))
+        return attend(modules, outs, keeps, lambda layers: mean(layers, scores(layers)))
 
     return run
 
@@ -81,6 +82,29 @@ temperature, write, decay = map(of_one_mean, (scores_temperature, scores_write, 
 
 def plain_scores(layers: list[Layer]) -> list[Tensor]:
     return [layer.score for layer in layers]
+
+
+def plain_mean(layers: list[Layer]) -> Tensor:
+    return mean(layers, plain_scores(layers))
+
+
+def mean_by_length(layers: list[Layer]) -> Tensor:
+    lengths = [layer.key.square().sum(-1).sqrt() for layer in layers]
+    channels = layers[0].map.shape[1]
+    total = sum(layer.map * on_maps(n, channels) for layer, n in zip(layers, lengths, strict=True))
+    return total / on_maps(sum(lengths), channels)
+
+
+def no_exp(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None) -> list[Tensor]:
+    return attend(modules, outs, keeps, mean_by_length)
+
+
+def no_gate(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None) -> list[Tensor]:
+    return attend(modules, outs, keeps, plain_mean, gated=False)
+
+
+def static_value(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None) -> list[Tensor]:
+    return attend(modules, outs, keeps, plain_mean, static=True)
 
 
 def corrected(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None, exact: bool = False):
@@ -102,24 +126,31 @@ def corrected(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=Non
         mean_score = sum(w * s for w, s in zip(weights, scores, strict=True))
         return m + on_maps(epsilon, channels) * (m1 - on_maps(mean_score, channels) * m)
 
-    return attend(modules, outs, keeps, plain_scores, read)
+    return attend(modules, outs, keeps, read, summed_up=plain_mean)
 
 
 def attend(
     modules: Sequence[nn.Module],
     outs: Sequence[Tensor],
     keeps: Sequence[Tensor] | None,
-    scores: Scores,
-    read: Callable[[list[Layer]], Tensor],
+    read: Mean,
+    *,
+    summed_up: Mean | None = None,
+    gated: bool = True,
+    static: bool = False,
 ) -> list[Tensor]:
-    """KCLA around what is read; a transition sums up the mean with the method's ``scores``."""
+    """KCLA around what is read, which is what a transition sums up too, if that is not said apart."""
     results, layers = [], []
     for t, (module, x) in enumerate(zip(modules, outs, strict=True)):
         if module.site.entry == "transition":
-            (r,), (key,) = transition(module, [mean(layers, scores(layers))], x)
+            (r,), (key,) = transition(module, [(summed_up or read)(layers)], x)
             layers = [Layer(r, key, None, module)]
-        layers = [*layers, Layer(x, *address(module, x), module)]
-        results.append(put_out(module, x, read(layers), layers[-1].rho, None if keeps is None else keeps[t]))
+        own = depthwise_3x3(x, module.value.weight) if static else x
+        key = pooled_heads(module, x, module.key)
+        layers = [*layers, Layer(own, key, agreement(module, x, key) if gated else None, module)]
+        found = read(layers)
+        values = found if static else depthwise_3x3(found, module.value.weight)
+        results.append(put_out(module, x, values, layers[-1].rho, None if keeps is None else keeps[t]))
     return results
 
 
@@ -137,7 +168,8 @@ def bank(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None, co
         if module.site.entry == "transition":
             rs, keys = transition(module, means(), x)
             banks = [[Layer(r, key, None, module)] for r, key in zip(rs, keys, strict=True)]
-        key, rho = address(module, x)
+        key = pooled_heads(module, x, module.key)
+        rho = agreement(module, x, key)
         banks = [[*layers, Layer(x, key, rho, module)] for layers in banks]
         maps = means()
         read = maps[0]
@@ -146,15 +178,17 @@ def bank(modules: Sequence[nn.Module], outs: Sequence[Tensor], *, keeps=None, co
             raised = torch.exp(logits)
             choice = raised / raised.sum(-1, keepdim=True)
             read = sum(m * on_maps(choice[..., b], x.shape[1]) for b, m in enumerate(maps))
-        results.append(put_out(module, x, read, rho, None if keeps is None else keeps[t]))
+        values = depthwise_3x3(read, module.value.weight)
+        results.append(put_out(module, x, values, rho, None if keeps is None else keeps[t]))
     return results
 
 
-def address(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    query, key = (
-        split_heads(channel_conv(x.mean((2, 3)), c.weight), module.head_dim) for c in (module.query, module.key)
-    )
-    return key, (query * key).sum(-1) / key.square().sum(-1).sqrt()
+def pooled_heads(module: nn.Module, x: Tensor, conv: nn.Module) -> Tensor:
+    return split_heads(channel_conv(x.mean((2, 3)), conv.weight), module.head_dim)
+
+
+def agreement(module: nn.Module, x: Tensor, key: Tensor) -> Tensor:
+    return (pooled_heads(module, x, module.query) * key).sum(-1) / key.square().sum(-1).sqrt()
 
 
 def transition(module: nn.Module, maps: list[Tensor], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -164,10 +198,10 @@ def transition(module: nn.Module, maps: list[Tensor], x: Tensor) -> tuple[list[T
     adapted = [pointwise(m, parts.conv)[..., : x.shape[2], : x.shape[3]] if changes else m for m in maps]
     adapted = batch_norm(torch.cat(adapted), parts.norm)
     rs = list(adapted.split(len(maps[0])))
-    return rs, [split_heads(channel_conv(r.mean((2, 3)), parts.key.weight), module.head_dim) for r in rs]
+    return rs, [pooled_heads(module, r, parts.key) for r in rs]
 
 
-def put_out(module: nn.Module, x: Tensor, read: Tensor, rho: Tensor, keep: Tensor | None) -> Tensor:
-    gate = 1 / (1 + torch.exp(-rho @ module.gate.weight.T))
-    y = batch_norm(depthwise_3x3(read, module.value.weight) * on_maps(gate, x.shape[1]), module.norm)
-    return add(module, x, y, True, keep)
+def put_out(module: nn.Module, x: Tensor, values: Tensor, rho: Tensor | None, keep: Tensor | None) -> Tensor:
+    if rho is not None:
+        values = values * on_maps(1 / (1 + torch.exp(-rho @ module.gate.weight.T)), x.shape[1])
+    return add(module, x, batch_norm(values, module.norm), True, keep)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from lineattn import create_model
+from lineattn.cli import sweep
 from lineattn.tasks.data.source import Pixels, Splits
 from lineattn.tasks.optim import Optim, Schedule
 from lineattn.tasks.record import Record
@@ -17,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 ALL = sorted((ROOT / "recipes").rglob("*.yaml"))
 CIFAR, IMAGENET = (sorted((ROOT / "recipes" / table).glob("*.yaml")) for table in ("kcla_table1", "kcla_table2"))
 SMOKE = sorted((ROOT / "recipes" / "smoke").glob("*.yaml"))
+ABLATION = ROOT / "recipes" / "kcla_ablation" / "cifar100_resnet56.yaml"
+ROWS = [shlex.split(options) for options in re.findall(r"^#   .* (--model\..*)$", ABLATION.read_text(), re.M)]
 
 
 def test_the_tables_are_complete():
@@ -40,7 +46,7 @@ def test_the_header_says_what_to_expect_and_how_to_run_it(path):
     assert any(line.startswith("# Expected: ") for line in header)
     command = next(line for line in header if line.startswith("# Command: "))
     assert f"lineattn fit cls --config {path.relative_to(ROOT)}" in command
-    if path in CIFAR + IMAGENET:
+    if path in [*CIFAR, *IMAGENET, ABLATION]:
         assert any(line.startswith("# Paper: KCLA, arXiv 2606.28405, table ") for line in header)
         assert any(line.startswith("# Hardware and hours: ") for line in header)
 
@@ -77,9 +83,36 @@ def test_the_warm_up_for_imagenet_is_the_papers():
     assert rates == pytest.approx([1e-4, 0.0333, 0.0667, 0.1, 0.1, 0.01, 0.001, 0.0001], rel=0.01)
 
 
-@pytest.mark.parametrize("path", CIFAR + IMAGENET, ids=lambda path: path.stem)
-@pytest.mark.medium
-def test_a_recipe_builds_and_takes_a_step(path, tmp_path, monkeypatch):
+def test_the_ablations_sweeps_are_its_rows():
+    """Every row once with five seeds, no two of them in one folder, and nothing else."""
+    cells = []
+    for command in re.findall(r"^# Sweep: lineattn sweep (.*)$", ABLATION.read_text(), re.M):
+        options, shared = sweep._parser().parse_known_args(shlex.split(command))
+        assert options.config == [str(ABLATION.relative_to(ROOT))] and options.out == ["runs/kcla_ablation"]
+        assert shared == ["--data.root", "data", "--data.download", "true"]
+        cells += sweep.grid(options.grid, sweep._seeds(options.seeds), Path(options.out[0]))
+    assert len({cell.folder for cell in cells}) == len(cells) == 5 * len(ROWS) == 70
+    seeds = [["--seed_everything", str(seed)] for seed in range(1, 6)]
+    assert sorted(list(cell.options) for cell in cells) == sorted([*row, *seed] for row in ROWS for seed in seeds)
+
+
+def test_the_ablations_base_is_the_tables_cell():
+    cell = next(path for path in CIFAR if path.stem == "cifar100_resnet56_kcla")
+    assert yaml.safe_load(ABLATION.read_text()) == yaml.safe_load(cell.read_text())
+
+
+def test_the_ablations_row_of_one_temperature_has_it():
+    """``p = 1`` leaves the square root of a head's width to every head."""
+    (arguments,) = (yaml.safe_load(value) for _, value in ROWS if "p:" in value)
+    net = create_model("resnet20_bottleneck_cifar", num_classes=5, attn="kcla", **arguments)
+    found = [module.head_temperatures() for module in net.sites.values()]
+    assert len(found) == 6 and all(torch.allclose(t, torch.full_like(t, 4.0)) for t in found)
+
+
+@pytest.fixture
+def take_a_step(tmp_path, monkeypatch):
+    """Trains a recipe of the paper's with more options, on two images that are zero."""
+
     def zeros(classes, channels, size):
         return Splits(
             [str(number) for number in range(classes)],
@@ -92,10 +125,27 @@ def test_a_recipe_builds_and_takes_a_step(path, tmp_path, monkeypatch):
     )
     monkeypatch.setattr("lineattn.tasks.data.folder.load", lambda root, *, channels: zeros(1000, channels, 32))
     monkeypatch.setattr(Record, "plot", lambda self: None)
-    small = ("--data.image_size", "8" if path in CIFAR else "32", "--data.val_fraction", "0")
-    found = fit(tmp_path / "run", "--config", str(path), *small, "--trainer.max_epochs", "1")
+
+    def step(path, *options):
+        small = ("--data.image_size", "32" if path in IMAGENET else "8", "--data.val_fraction", "0")
+        return fit(tmp_path / "run", "--config", str(path), *small, "--trainer.max_epochs", "1", *options)
+
+    return step
+
+
+@pytest.mark.parametrize("path", CIFAR + IMAGENET, ids=lambda path: path.stem)
+@pytest.mark.medium
+def test_a_recipe_builds_and_takes_a_step(path, take_a_step):
+    found = take_a_step(path)
     assert found["epochs"] == 1 and found["best"] is None
     assert found["classes"] == (1000 if path in IMAGENET else int(path.stem.split("_")[0].removeprefix("cifar")))
+
+
+@pytest.mark.parametrize("options", ROWS, ids=" ".join)
+@pytest.mark.medium
+def test_a_row_of_the_ablation_builds_and_takes_a_step(options, take_a_step):
+    found = take_a_step(ABLATION, *options)
+    assert found["epochs"] == 1 and found["classes"] == 100
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -62,6 +62,11 @@ class Group:
         """The metric of each run that has it, in order of seed; ``which`` is ``last`` or ``best``."""
         found = [(run.summary.get(which) or {}).get(metric) for run in self.runs]
         return [value for value in found if value is not None]
+
+    def by_seed(self, metric: str, which: str = "last") -> dict[int, float]:
+        """The metric of each run that has it and a seed, by seed."""
+        found = {run.seed: (run.summary.get(which) or {}).get(metric) for run in self.runs}
+        return {seed: value for seed, value in found.items() if seed is not None and value is not None}
 
     def mean(self, key: str) -> float | None:
         """Mean over the runs of an entry of the summary, such as ``seconds_per_epoch``."""
@@ -179,20 +184,35 @@ def mean_std(values: list[float]) -> tuple[float, float | None]:
     return fmean(values), stdev(values) if len(values) > 1 else None
 
 
-def paired_interval(a: list[float], b: list[float], t_quantile: float) -> tuple[float, float, float]:
-    """Mean of ``a - b`` over pairs (the same seeds), and the ends of its t-interval.
+def paired_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of ``a - b`` over pairs (the same seeds), and the ends of its 95 % t-interval.
 
     .. math:: \\bar d \\pm t_{n-1} \\, s_d / \\sqrt n
 
     Args:
-        a: One result a seed.
+        a: One result a seed, at least two.
         b: The results to compare with, in the same order.
-        t_quantile: Quantile of Student's t with ``len(a) - 1`` degrees of freedom, 4.303 for three pairs at 95 %.
 
     Example:
-        >>> paired_interval([3.0, 4.0, 5.0], [1.0, 2.0, 3.0], 4.303)
+        >>> paired_interval([3.0, 4.0, 5.0], [1.0, 2.0, 3.0])
         (2.0, 2.0, 2.0)
     """
+    from scipy.stats import t  # half a second, which most commands need not spend
+
     differences = [x - y for x, y in zip(a, b, strict=True)]
-    centre, half = fmean(differences), t_quantile * stdev(differences) / math.sqrt(len(differences))
+    quantile = float(t.ppf(0.975, len(differences) - 1))
+    centre, half = fmean(differences), quantile * stdev(differences) / math.sqrt(len(differences))
     return centre, centre - half, centre + half
+
+
+def verdict(low: float, high: float) -> str:
+    """What an interval of differences allows to say.
+
+    Example:
+        >>> verdict(-0.4, 1.0), verdict(0.1, 0.5), verdict(-2.0, -1.0), verdict(0.2, 0.2)
+        ('within noise', 'better here', 'worse here', 'within noise')
+    """
+    # Accuracies are counts: three equal differences have no spread, and no meaning for the next run either.
+    if low <= 0 <= high or low == high:
+        return "within noise"
+    return "better here" if low > 0 else "worse here"

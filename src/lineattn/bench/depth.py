@@ -70,13 +70,13 @@ def measure(
         ("evaluation, trunk folded", {name: _for_evaluation(net, trunk=True) for name, net in nets.items()}),
         ("training step", nets),
     ):
-        step = _train if mode == "training step" else _evaluate
+        step = train_step if mode == "training step" else evaluate
         steps = {
             name: _bind(step, net.train(mode == "training step"), images, labels) for name, net in variants.items()
         }
         times = compared(take_turns(steps, rounds=rounds, tick=tick), "none")
         rows += [{"network": network, "mode": mode, "method": name} | times[name] | ran(name) for name in steps]
-    saved = {name: _saved_bytes(net.train(), images, labels) for name, net in nets.items()}
+    saved = {name: saved_bytes(net.train(), images, labels) for name, net in nets.items()}
     rows += [
         {
             "network": network,
@@ -118,17 +118,20 @@ def _bind(
     return lambda: step(net, images, labels)
 
 
-def _evaluate(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def evaluate(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """One forward pass without gradients."""
     with torch.no_grad():
         net(images)
 
 
-def _train(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def train_step(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """One forward and one backward pass; no weight is changed."""
     net.zero_grad(set_to_none=True)
     cross_entropy(net(images), labels).backward()
 
 
-def _saved_bytes(net: nn.Module, images: Tensor, labels: Tensor) -> int:
+def saved_bytes(net: nn.Module, images: Tensor, labels: Tensor) -> int:
+    """Bytes that autograd keeps of a training step's forward pass, beyond parameters, buffers and images."""
     saved = SavedBytes()
     with saved.counting(net, images):
         loss = cross_entropy(net(images), labels)

@@ -6,16 +6,20 @@ import argparse
 import csv
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lineattn.errors import InputError
+from lineattn.errors import InputError, unknown
 from lineattn.files import write_text
+
+if TYPE_CHECKING:
+    from lineattn.analysis.runs import Group
 
 # Two measurements under one name in summary.json: told apart by what was measured.
 _MEMORY = {
     "saved tensors, parameters, gradients": "step memory MiB (saved+params+grads)",
     "allocator": "peak MiB (allocator)",
 }
+_LEAST = 5  # common seeds, for a statement about a difference
 
 
 def run(args: list[str]) -> int:
@@ -31,7 +35,9 @@ def run(args: list[str]) -> int:
             f"these runs have different recipes ({shown}{'; ...' if len(keys) > 8 else ''}): compare runs of one "
             "recipe, or add --allow_different_recipes"
         )
-    rows = [_row(group, options.metric) for group in group_runs(runs)]
+    groups = group_runs(runs)
+    base = _base(groups, options.against)
+    rows = [_row(group, options.metric, base) for group in groups]
     if all(row["n"] == 0 for row in rows):
         known = sorted({name for run in runs for name in run.summary["last"]})
         raise InputError(f"no run here has the metric {options.metric!r}; they have {', '.join(known)}")
@@ -47,6 +53,8 @@ def run(args: list[str]) -> int:
     writer.writerows(rows)
     write_text(path, text.getvalue())
     if not options.markdown:
+        if base is not None and len(groups) > 1 and f"vs {base.label}" not in columns:
+            print(f"no difference from {base.label} is tested under {_LEAST} common seeds")
         if unfinished:
             print(f"left out, not finished: {_some(set(map(str, unfinished)))}")
         print(f"wrote {path}")
@@ -57,11 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lineattn compare",
         description="Finished runs side by side: mean ± standard deviation over seeds (n - 1). (best): the weights "
-        "that were best on the validation set.",
+        "that were best on the validation set. vs: mean difference over common seeds, its 95 % t-interval, and whether "
+        "that holds 0 (within noise); from five seeds on.",
         allow_abbrev=False,
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or folders that hold them")
     parser.add_argument("--metric", default="test/acc1", help="which metric of summary.json (default: test/acc1)")
+    parser.add_argument("--against", metavar="METHOD", help="row that the others are compared with (default: none)")
     parser.add_argument("--csv", type=Path, help="where to write the table (default: compare.csv in the first DIR)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, and nothing else")
     parser.add_argument(
@@ -70,7 +80,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _row(group: Any, metric: str) -> dict[str, Any]:
+def _base(groups: list[Group], label: str | None) -> Group | None:
+    """The row to compare with: the one that is asked for, or the plain network where there is one of it."""
+    found = [group for group in groups if group.label == (label or "none")]
+    if label is not None and not found:
+        raise unknown("row", label, [group.label for group in groups])
+    return found[0] if found else None
+
+
+def _row(group: Group, metric: str, base: Group | None) -> dict[str, Any]:
     summary = group.runs[0].summary
     memory, seconds = group.mean("peak_memory_mib"), group.mean("seconds_per_epoch")
     return {
@@ -78,6 +96,7 @@ def _row(group: Any, metric: str) -> dict[str, Any]:
         metric: spread(group.values(metric)),
         f"{metric} (best)": spread(group.values(metric, "best")),
         "n": len(group.values(metric)),
+        **({} if base is None else {f"vs {base.label}": _difference(group, base, metric)}),
         "params": summary.get("params"),
         "MMACs": None if summary.get("macs") is None else round(summary["macs"] / 1e6, 2),
         **{
@@ -86,6 +105,18 @@ def _row(group: Any, metric: str) -> dict[str, Any]:
         },
         "s/epoch": None if seconds is None else round(seconds, 2),
     }
+
+
+def _difference(group: Group, base: Group, metric: str) -> str:
+    """Mean difference over common seeds, with its interval and what that allows to say; nothing under five."""
+    from lineattn.analysis.runs import paired_interval, verdict
+
+    ours, theirs = group.by_seed(metric), base.by_seed(metric)
+    seeds = sorted(ours.keys() & theirs.keys())
+    if group is base or len(seeds) < _LEAST:
+        return ""
+    centre, low, high = paired_interval([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high)}"
 
 
 def spread(values: list[float], digits: int = 2) -> str:

@@ -84,14 +84,14 @@ def address(pooled: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tenso
     count = len(weights.inv_temperature)
     query = heads(channel_conv(pooled, weights.query), count)
     key = heads(channel_conv(pooled, weights.key), count)
-    return query, key, score(key, weights, form)
+    return query, key, score(key, weights.inv_temperature, form.clamp)
 
 
-def score(key: Tensor, weights: Weights, form: Form) -> Tensor:
+def score(key: Tensor, inv_temperature: Tensor, clamp: float | None = None) -> Tensor:
     r""":math:`S_h = \lVert k_h \rVert / D_h`: ``(B, h, D) -> (B, h)``."""
     length = torch.sqrt(key.square().sum(-1) + torch.finfo(torch.float32).tiny)
-    found = length * weights.inv_temperature.to(length.dtype)
-    return found if form.clamp is None else found.clamp(max=form.clamp)
+    found = length * inv_temperature.to(length.dtype)
+    return found if clamp is None else found.clamp(max=clamp)
 
 
 def agreement(query: Tensor, key: Tensor) -> Tensor:

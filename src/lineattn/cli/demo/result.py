@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineattn.analysis.runs import mean_std, paired_interval
+from lineattn.analysis.runs import mean_std, paired_interval, verdict
 from lineattn.cli.demo.train import METHODS, SEEDS, folder
 from lineattn.files import write_json
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHANCE = 10.0
-_T95 = 4.303  # 97.5 % quantile of Student's t with two degrees of freedom: three seeds
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Results:
         plain, *others = self.methods
         parts = []
         for method in others:
-            centre, low, high = paired_interval(method.accuracies, plain.accuracies, _T95)
+            centre, low, high = paired_interval(method.accuracies, plain.accuracies)
             interval = f"95 % interval {low:+.2f} to {high:+.2f}"
             parts.append(f"{method.title} {centre:+.2f} points ({interval}), {verdict(low, high)}")
         return f"Test accuracy against {plain.title}, paired over {len(SEEDS)} seeds: {'; '.join(parts)}."
@@ -84,19 +83,6 @@ class Results:
             ],
         }
         write_json(path, content)
-
-
-def verdict(low: float, high: float) -> str:
-    """What an interval of differences allows to say.
-
-    Example:
-        >>> verdict(-0.4, 1.0), verdict(0.1, 0.5), verdict(-2.0, -1.0), verdict(0.2, 0.2)
-        ('within noise', 'better here', 'worse here', 'within noise')
-    """
-    # Accuracies are counts: three equal differences have no spread, and no meaning for the next run either.
-    if low <= 0 <= high or low == high:
-        return "within noise"
-    return "better here" if low > 0 else "worse here"
 
 
 def read_results(out: Path, *, seconds: float) -> Results:

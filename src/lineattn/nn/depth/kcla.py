@@ -27,7 +27,7 @@ from lineattn.nn.common import drop_path_factor, norm_data, read_out
 from lineattn.nn.depth.base import Init, Site
 from lineattn.nn.depth.key_correlated import PAPER, KeyCorrelated, Variant
 from lineattn.ops.channels import per_channel, pool
-from lineattn.ops.kcla import Past, address, gate, score, write
+from lineattn.ops.kcla import Past, address, gate, write
 from lineattn.ops.kcla_operator import kcla
 from lineattn.registry import register
 
@@ -169,4 +169,4 @@ class KCLA(KeyCorrelated):
         assert state is not None
         r, key = self._summed_up(state.mean, out)
         direction = key if self.variant.direction == "running" else None
-        return KCLAState(r, score(key, self._weights(), self._form()), direction)
+        return KCLAState(r, self._score(key), direction)

@@ -26,7 +26,7 @@ from lineattn.nn.depth.base import Init, Site
 from lineattn.nn.depth.key_correlated import KCLAExtension, Read, temperatures, zero_linear
 from lineattn.ops.channels import linear
 from lineattn.ops.depth import mix
-from lineattn.ops.kcla import agreement, score, write
+from lineattn.ops.kcla import agreement, write
 from lineattn.registry import register
 
 # The lowest temperature of the bank over the head's own; the highest is as far above.
@@ -118,7 +118,7 @@ class KCLABank(KCLAExtension):
         assert state is not None
         r, key = self._summed_up(torch.cat(state.means), out)
         copies = (self.copies, state.log_norms.shape[0])  # not len(), which an export would hold fast
-        scores = score(key, self._weights(), self._form()).unflatten(0, copies).movedim(0, -1)
+        scores = self._score(key).unflatten(0, copies).movedim(0, -1)
         return BankState(r.unflatten(0, copies).unbind(), scores * self.inv_factor.to(scores.dtype))
 
     def _read(self, out: Tensor, state: BankState | None) -> Read:

@@ -31,7 +31,7 @@ from torch import Tensor
 from lineattn.nn.depth.base import Init, Site
 from lineattn.nn.depth.key_correlated import KCLAExtension, Read, zero_linear
 from lineattn.ops.channels import linear, per_channel
-from lineattn.ops.kcla import agreement, score, write
+from lineattn.ops.kcla import agreement, write
 from lineattn.registry import register
 
 # Largest part of a score that the correction takes away or adds: beyond that, first order says little.
@@ -113,7 +113,7 @@ class KCLACorrected(KCLAExtension):
             return state
         assert state is not None
         r, key = self._summed_up(state.mean, out)
-        weight = score(key, self._weights(), self._form())
+        weight = self._score(key)
         return CorrectedState(r, weight, weight)
 
     def _read(self, out: Tensor, state: CorrectedState | None) -> Read:

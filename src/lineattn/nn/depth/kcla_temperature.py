@@ -12,11 +12,10 @@ as KCLA.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lineattn.nn.depth.base import Init, Site
 from lineattn.nn.depth.key_correlated import OneMean
-from lineattn.ops.kcla import Weights
 from lineattn.registry import register
 
 
@@ -75,9 +74,9 @@ class KCLATemperature(OneMean):
         weighs = site.entry != "start" or not site.alone
         self.log_temperature = nn.Parameter(-self.inv_temperature.log()) if weighs else None
 
-    def _weights(self) -> Weights:
+    def _inv_temperature(self) -> Tensor:
         if self.log_temperature is None:
-            return super()._weights()
+            return super()._inv_temperature()
         # Not in half precision, even where the parameter is.
         log_temperature = self.log_temperature.to(torch.promote_types(self.log_temperature.dtype, torch.float32))
-        return super()._weights()._replace(inv_temperature=torch.exp(-log_temperature))
+        return torch.exp(-log_temperature)

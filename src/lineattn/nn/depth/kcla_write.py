@@ -80,7 +80,7 @@ class KCLAWrite(OneMean):
         weighs = site.entry != "start" or not site.alone
         self.temper = zero_linear(self.head_count, self.head_count) if weighs else None
 
-    def _adapted(self, score: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if self.temper is None:
+    def _adapted(self, score: Tensor, query: Tensor | None, key: Tensor) -> Tensor:
+        if self.temper is None or query is None:
             return score
         return score * torch.exp(-torch.tanh(linear(agreement(query, key), self.temper.weight, self.temper.bias)))

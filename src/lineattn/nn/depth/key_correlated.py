@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,10 @@ class KeyCorrelated(PooledAttention):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, entry={self.site.entry!r}"
 
+    def head_temperatures(self) -> Tensor:
+        """What each head divides its key's length by, ``(h,)``; before what an input changes of it."""
+        return 1 / self._inv_temperature().detach()
+
     def _summed_up(self, mean: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """At a transition, the mean as a layer of ``out``'s stage: its map ``(B, C, H, W)`` and key ``(B, h, D)``."""
         assert self.transition is not None
@@ -148,9 +152,15 @@ class KeyCorrelated(PooledAttention):
         key = heads(conv(pool(r)), self.head_count)
         return r.to(key.dtype), key
 
+    def _inv_temperature(self) -> Tensor:
+        return self.inv_temperature
+
+    def _score(self, key: Tensor) -> Tensor:
+        return score(key, self._inv_temperature(), self.variant.clamp)
+
     def _weights(self) -> Weights:
         mixing = None if self.gate is None else self.gate.weight
-        return Weights(self.query.weight, self.key.weight, self.inv_temperature, mixing, self.value.weight)
+        return Weights(self.query.weight, self.key.weight, self._inv_temperature(), mixing, self.value.weight)
 
     def _form(self) -> Form:
         return Form(self.variant.clamp, self.variant.eps, self.variant.relu)
@@ -186,7 +196,7 @@ class Read(NamedTuple):
 
     Attributes:
         state: The state with the site's own layer in it.
-        map: What values are made of, ``(B, C, H, W)``.
+        map: What values are made of, or their mean, ``(B, C, H, W)``.
         exposed: Keys, scores and attention by name; ``gate`` ``(B, h)`` among them.
     """
 
@@ -208,6 +218,9 @@ class KCLAExtension(KeyCorrelated):
         init: ``identity`` (zero gain) or ``paper``.
     """
 
+    static_values: ClassVar[bool] = False
+    """Whether what is read holds values already, each made where it was written."""
+
     def __init__(
         self,
         site: Site,
@@ -223,7 +236,8 @@ class KCLAExtension(KeyCorrelated):
         after, read, exposed = self._read(out, self._enter(out, state))
         opening = per_channel(exposed["gate"], out.shape[1])
         drop = drop_path_factor(out, self.drop_path, self.training)
-        return read_out(out, read, self.value, opening, self.norm, relu=True, gain=self.gain, drop=drop), after
+        value = None if self.static_values else self.value
+        return read_out(out, read, value, opening, self.norm, relu=True, gain=self.gain, drop=drop), after
 
     def weights(self, out: Tensor, shortcut: Tensor | None, state: Any) -> dict[str, Tensor]:
         """KCLA's ``query``, ``key`` ``(B, h, D)``, ``score``, ``share``, ``gate`` ``(B, h)``, and what is added."""
@@ -252,18 +266,21 @@ class OneMean(KCLAExtension):
             return state
         assert state is not None
         r, key = self._summed_up(state.mean, out)
-        return MeanState(r, score(key, self._weights(), self._form()))
+        return MeanState(r, self._adapted(self._score(key), None, key))
 
     def _read(self, out: Tensor, state: MeanState | None) -> Read:
-        query, key, weight, opening = self._address(out)
-        weight = self._adapted(weight, query, key)
-        mean, log_norm = write(out, weight, *(() if state is None else self._aged(state)))
-        share = (weight - log_norm).exp()
-        exposed = {"query": query, "key": key, "score": weight, "share": share, "gate": opening}
-        return Read(MeanState(mean, log_norm), mean, exposed)
+        exposed = self._exposed(out)
+        weight, written = exposed["score"], self.value(out) if self.static_values else out
+        mean, log_norm = write(written, weight, *(() if state is None else self._aged(state)))
+        return Read(MeanState(mean, log_norm), mean, exposed | {"share": (weight - log_norm).exp()})
 
-    def _adapted(self, score: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """The score that a layer is written with."""
+    def _exposed(self, out: Tensor) -> dict[str, Tensor]:
+        """Query, key, and gate of a map, and the score that it is written with, by name."""
+        query, key, weight, opening = self._address(out)
+        return {"query": query, "key": key, "score": self._adapted(weight, query, key), "gate": opening}
+
+    def _adapted(self, score: Tensor, query: Tensor | None, key: Tensor) -> Tensor:
+        """The score that a layer is written with; what a transition sums up has no query."""
         return score
 
     def _aged(self, state: MeanState) -> MeanState:

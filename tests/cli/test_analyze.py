@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+from PIL import Image
+
+from lineattn.cli.main import main
+from tests.tasks.helpers import few_digits, fit
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch, request):
+    """A run of one epoch of a small network with the method."""
+    monkeypatch.setattr("lineattn.tasks.data.digits.load", few_digits)
+    options = ["--model.name", "resnet14_cifar", "--model.width", "8", "--model.attn", request.param]
+    options += ["--data.name", "digits", "--model.init", "paper", "--trainer.max_epochs", "1"]
+    fit(tmp_path / "run", *options, "--test_after_fit", "false")
+    return tmp_path / "run" / "checkpoints" / "last.ckpt"
+
+
+def read(path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("checkpoint", ["kcla", "mrla_light", "layer_softmax"], indirect=True)
+def test_every_kind_of_a_run(checkpoint, capsys, monkeypatch):
+    drawn = {}
+    for name in ("draw_similarity", "draw_decay", "draw_map"):
+        draw = getattr(__import__("lineattn.analysis.pictures", fromlist=[name]), name)
+
+        def keep(*args, draw=draw, name=name):
+            drawn[name] = args
+            draw(*args)
+
+        monkeypatch.setattr(f"lineattn.analysis.pictures.{name}", keep)
+    for kind in ("similarity", "decay", "depth-map"):
+        assert main(["analyze", kind, "--ckpt_path", str(checkpoint), "--images", "8"]) == 0
+        assert "wrote" in capsys.readouterr().out
+    out = checkpoint.parents[1] / "analysis"
+    pictures = {"similarity": "draw_similarity", "decay": "draw_decay", "depth_map": "draw_map"}
+    for name, draw in pictures.items():
+        # What is drawn is what the file says.
+        written = read(out / f"{name}.csv")
+        assert written == [{k: str(v) for k, v in row.items()} for row in drawn[draw][0]]
+        with Image.open(out / f"{name}.png") as picture:
+            assert picture.width == 800
+        assert "8 images" in drawn[draw][-2]
+    assert read(out / "similarity_histogram.csv") == [
+        {k: str(v) for k, v in row.items()} for row in drawn["draw_similarity"][1]
+    ]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("checkpoint", ["none"], indirect=True)
+def test_a_run_without_attention(checkpoint, capsys):
+    assert main(["analyze", "decay", "--ckpt_path", str(checkpoint)]) == 2
+    assert "no attention over depth" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["similarities", "--ckpt_path", "x"], "did you mean 'similarity'"),
+        (["decay", "--ckpt_path", "x", "--images", "0"], "--images is 0; it must be at least 1"),
+        (["decay", "--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
+    ],
+)
+def test_bad_input_is_one_line(args, message, capsys):
+    assert main(["analyze", *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
