@@ -116,6 +116,13 @@ def test_methods_without_keys_say_so():
         similarity_rows(record(host("attnres"), image(2, 32).double()))
 
 
+def test_a_layer_alone_is_left_out():
+    """Of this method it has no key at all."""
+    alone = lineattn.create_model("resnet8_cifar", attn="kcla_no_gate", scope="per_stage", width=8, num_classes=5)
+    with pytest.raises(InputError, match="two layers whose keys"):
+        similarity_rows(record(alone, image(2, 32)))
+
+
 def test_products_of_decays():
     stretch = recorded("mrla_light")[1]
     methods = [passage.method for passage in stretch.passages]

@@ -55,7 +55,7 @@ def similarity_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
         Rows with ``stage``, ``head``, ``layer``, ``other`` (an earlier layer), ``cosine`` and ``std``; all from 1.
     """
     rows = []
-    for stretch in stretches:
+    for stretch in _with_pairs(stretches):
         found = key_similarity(stretch)
         mean, std = found.mean(0), found.std(0, correction=0)
         for head, layer, other in _pairs(found):
@@ -74,16 +74,19 @@ def histogram_rows(stretches: Sequence[Stretch], bins: int = 40) -> list[dict[st
         Rows with ``stage``, ``from``, ``to`` and ``fraction``; the fractions of a stage sum to 1.
     """
     rows = []
-    for stretch in stretches:
+    for stretch in _with_pairs(stretches):
         found = key_similarity(stretch)
         below = torch.ones(found.shape[-2:]).tril(-1).bool()
         values = found[..., below].flatten()
-        if len(values) == 0:
-            continue
         counts, edges = torch.histogram(values.cpu().clamp(-1, 1), bins, range=(-1.0, 1.0))
         for count, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             rows.append({"stage": stretch.number, "from": low, "to": high, "fraction": count / len(values)})
     return rows
+
+
+def _with_pairs(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Those of two layers or more: one that is alone may have no key."""
+    return [stretch for stretch in stretches if len(stretch.passages) > 1]
 
 
 def _pairs(found: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -98,7 +98,11 @@ class DepthAttention(nn.Module, ABC):
         """Returns the block's output with attention added, and the state for the next site."""
 
     def weights(self, out: Tensor, shortcut: Tensor | None, state: Any) -> dict[str, Tensor]:
-        """Keys, scores and attention at this site, by name, for the analyses; pure."""
+        """Keys, scores and attention at this site, by name, for the analyses; pure.
+
+        `lineattn analyze` reads ``key`` ``(B, h, D)``, this layer's own, or ``keys`` ``(B, h, L, D)`` of all layers so
+        far; ``share`` ``(B, h, L)``, its attention to them; ``gate`` ``(B, h)``. All are optional.
+        """
         return {}
 
     def fuse(self) -> Self:
