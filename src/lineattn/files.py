@@ -46,6 +46,16 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> None:
         raise
 
 
+def need_folder(path: Path | None) -> None:
+    """Says before long work that its results can't stand there.
+
+    Raises:
+        InputError: The path is a file.
+    """
+    if path is not None and path.exists() and not path.is_dir():
+        raise InputError(f"--out {path} is a file; name a folder, which is made where it is missing")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text file whole or not at all."""
     write_whole(path, lambda file: file.write(text.encode()))

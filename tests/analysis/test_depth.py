@@ -35,7 +35,7 @@ def test_what_passed_is_kept_and_the_host_left_as_it_was():
     found = record(net, images)
     assert [len(stretch.passages) for stretch in found] == [3, 3, 3]
     assert [stretch.summed_up for stretch in found] == [False, True, True]
-    assert found[1].sources == ["earlier stages", "1", "2", "3"]
+    assert found[1].sources == ["earlier", "1", "2", "3"]
     assert net.training and not any(module._forward_hooks for module in net.modules())
     first, second = found[0].passages[:2]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_kclas_shares_are_the_softmax_of_its_scores(method):
 
 @pytest.mark.parametrize("method", ["kcla", "kcla_decay"])
 def test_shares_make_the_mean_in_the_state(method):
-    """Behind a transition too, where the earlier stages are one layer more."""
+    """Behind a transition too, where all before is one layer more."""
     for stretch in recorded(method):
         found, last = shares(stretch), stretch.passages[-1]
         maps = [passage.out for passage in stretch.passages]
@@ -77,12 +77,25 @@ def test_shares_make_the_mean_in_the_state(method):
         torch.testing.assert_close(mean, after.mean)
 
 
-@pytest.mark.parametrize("method", ["layer_softmax", "mrla_base", "dla_base"])
+@pytest.mark.parametrize("method", ["layer_softmax", "mrla_base"])
 def test_shares_of_softmax_attention_are_its_own(method):
     stretch = recorded(method)[1]
     found = shares(stretch)
     torch.testing.assert_close(found[:, :, 2], stretch.passages[2].weights()["share"])
     torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+
+
+def test_dla_base_wears_its_shares_down():
+    weights = (stretch := recorded("dla_base")[1]).passages[2].weights()
+    factor = torch.stack([weights["factor"][..., 4 * h : 4 * h + 4].mean(-1) for h in range(4)], dim=1)
+    torch.testing.assert_close(shares(stretch)[:, :, 2], weights["share"] * factor)
+
+
+def test_a_stage_in_parts_says_so():
+    found = record(host("kcla", scope="every=2"), image(2, 32).double())
+    assert [stretch.stage for stretch in found] == ["1.1", "1.2", "2.1", "2.2", "3.1", "3.2"]
+    rows = head_rows(found)
+    assert {(row["stage"], row["layer"], row["site"]) for row in rows} >= {("2.2", 1, "stages_1_2")}
 
 
 def test_who_has_no_shares():
@@ -135,7 +148,7 @@ def test_products_of_decays():
     scale = [m.norm.weight.detach().abs() / (m.norm.running_var + m.norm.eps).sqrt() for m in methods]
     torch.testing.assert_close(found["decay and norm"][:, 2, 0], decays[1] * scale[0] * decays[2] * scale[1])
     assert "decay and norm" not in decay_products(recorded("mrla_light", source="attention")[1])
-    assert not decay_products(recorded("kcla")[1])
+    assert not decay_products(recorded("kcla")[1]) and not decay_products(recorded("dla_light")[1])
 
 
 def test_the_gain_is_a_part_of_the_way():
@@ -192,7 +205,18 @@ def test_influence_is_the_derivative():
 
 def test_no_influence_where_attention_does_not_look_back():
     found = influence(recorded_without_heads("eca")[1])
-    assert not found.tril(-1).any() and found.diagonal(dim1=1, dim2=2).all()
+    assert not found.tril(-1).any()
+
+
+def test_influence_of_a_gate_of_the_branch_is_what_it_lets_through():
+    """Of a gate that is open for good, all of it."""
+    net = host("se")
+    for module in net.sites.values():
+        for linear in [part for part in module.modules() if isinstance(part, torch.nn.Linear)]:
+            linear.weight.data.zero_()
+            linear.bias.data.fill_(40)
+    found = influence(record(net, image(2, 32).double())[1])
+    torch.testing.assert_close(found, torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
 
 
 def recorded_without_heads(method: str) -> list[Stretch]:
@@ -201,7 +225,9 @@ def recorded_without_heads(method: str) -> list[Stretch]:
 
 def test_at_zero_gain_there_is_nothing_to_see():
     with pytest.raises(InputError, match="zero gain"):
-        decay_rows(record(host("mrla_light", init="identity", source="attention"), image(2, 32).double())[:0])
+        decay_rows(record(host("kcla_bank", init="identity"), image(2, 32).double()))
+    with pytest.raises(InputError, match="zero gain"):
+        map_rows(record(host("mrla_light", init="identity"), image(2, 32).double()))
     rows = decay_rows(record(host("kcla", init="identity"), image(2, 32).double()))
     assert {row["measure"] for row in rows} == {"share"}
 
@@ -210,7 +236,7 @@ def test_rows_of_the_map_and_of_the_heads():
     found = recorded("kcla")
     rows = map_rows(found)
     assert len(rows) == 6 + 2 * 9
-    row = next(row for row in rows if (row["stage"], row["layer"], row["source"]) == (2, 1, "earlier stages"))
+    row = next(row for row in rows if (row["stage"], row["layer"], row["source"]) == ("2", 1, "earlier"))
     assert row["measure"] == "share" and row["mean"] == pytest.approx(shares(found[1])[:, :, 0, 0].mean().item())
     assert {row["measure"] for row in map_rows(recorded("mrla_light"))} == {"influence"}
     heads = head_rows(found)
@@ -219,4 +245,4 @@ def test_rows_of_the_map_and_of_the_heads():
     assert [row["temperature"] for row in heads[:2]] == pytest.approx([0.7 * 2, 2 / 0.7])
     assert method.inv_temperature.tolist() == pytest.approx([1 / row["temperature"] for row in heads[:2]])
     assert head_rows(recorded("mrla_light"))[0]["temperature"] is None
-    assert head_rows(recorded_without_heads("attnres")) == []
+    assert head_rows(recorded_without_heads("eca")) == []

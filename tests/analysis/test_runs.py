@@ -3,12 +3,19 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
-from lineattn.analysis.runs import mean_std, paired_interval
+from lineattn.analysis.runs import mean_std, paired_interval, verdict
 
 
 def test_mean_and_spread():
     assert mean_std([1.0, 2.0, 6.0]) == (3.0, pytest.approx(7**0.5))
     assert mean_std([5.0]) == (5.0, None)
+
+
+def test_one_image_more_with_every_seed_has_no_spread():
+    """Accuracies are counts; rounding makes their equal differences unequal."""
+    right = [401, 407, 399, 411, 405]
+    _, low, high = paired_interval([100 * (k + 1) / 450 for k in right], [100 * k / 450 for k in right])
+    assert low != high and verdict(low, high) == "within noise"
 
 
 def test_paired_interval_is_that_of_a_paired_t_test():

@@ -57,6 +57,8 @@ def test_mixing_is_t_maps_at_the_t_th_layer_or_one():
     expected = {"none": 0, "se": 0, "mrla_base": all_so_far, "layer_softmax": all_so_far, "attnres": all_so_far}
     expected |= {"mrla_light": BLOCKS * one, "dla_light": BLOCKS * one}
     expected["kcla"] = BLOCKS * one - STAGES[0][0] * SIDE**2  # the first layer's mean is its own map
+    expected["kcla_bank"] = 2 * expected["kcla"]
+    expected["kcla_corrected"] = 2 * expected["kcla"] - STAGES[0][0] * SIDE**2  # its second map begins one layer later
     assert {attn: cost(attn).mixing for attn in expected} == expected
 
 

@@ -66,9 +66,25 @@ def test_a_run_without_attention(checkpoint, capsys):
         (["similarities", "--ckpt_path", "x"], "did you mean 'similarity'"),
         (["decay", "--ckpt_path", "x", "--images", "0"], "--images is 0; it must be at least 1"),
         (["decay", "--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
+        (["decay", "--ckpt_path", "nowhere.ckpt", "--out", __file__], "is a file; name a folder"),
     ],
 )
 def test_bad_input_is_one_line(args, message, capsys):
     assert main(["analyze", *args]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("checkpoint", ["kcla"], indirect=True)
+def test_images_of_ones_own(checkpoint, capsys, tmp_path):
+    for i in range(3):
+        Image.new("RGB", (20 + i, 30), (80 * i, 40, 200)).save(tmp_path / f"{i}.png")
+    arguments = ["analyze", "depth-map", "--ckpt_path", str(checkpoint), "--input", str(tmp_path / "*.png")]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert len(read(tmp_path / "out" / "depth_map.csv")) == 3 + 2 * 5
+    (tmp_path / "3.png").write_bytes(b"no image")
+    capsys.readouterr()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "3.png" in error and "repair or remove it" in error and "--data" not in error

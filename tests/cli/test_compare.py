@@ -72,6 +72,27 @@ def test_differences_are_paired_and_tested_from_five_seeds_on(tmp_path, capsys, 
     assert "did you mean 'kcla'" in capsys.readouterr().err
 
 
+def test_of_a_loss_less_is_better(tmp_path):
+    for seed in range(1, 6):
+        for attn, loss in (("none", 1.0 + 0.01 * seed), ("kcla", 1.5 + 0.02 * seed)):
+            make_run(tmp_path / f"{attn}-{seed}", attn, seed, 90.0)
+            summary = json.loads((path := tmp_path / f"{attn}-{seed}" / "summary.json").read_text())
+            path.write_text(json.dumps(summary | {"last": {"test/loss": loss}}))
+    assert main(["compare", str(tmp_path), "--metric", "test/loss"]) == 0
+    assert table(tmp_path / "compare.csv")[1]["vs none"].endswith("worse here")
+
+
+def test_on_a_narrow_terminal_names_and_differences_can_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for seed in range(1, 6):
+        make_run(tmp_path / f"none-{seed}", "none", seed, 90.0 + seed, best={"test/acc1": 92.5})
+        make_run(tmp_path / f"soft-{seed}", "layer_softmax", seed, 91.0 + seed * seed, best={"test/acc1": 92.5})
+    assert main(["compare", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "layer_softmax" in shown and "within" in shown and "…" not in shown
+    assert max(map(len, shown.splitlines()[:-1])) <= 80
+
+
 def test_under_five_seeds_it_is_said_that_nothing_is_tested(tmp_path, capsys):
     for seed in range(1, 5):
         make_run(tmp_path / f"none-{seed}", "none", seed, 90.0 + seed)

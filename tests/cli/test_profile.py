@@ -123,6 +123,11 @@ def test_a_run_of_another_network_is_profiled_alone(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "profile.png").exists()
     assert profile("--ckpt_path", "x.ckpt", "--depths", "20") == 2
     assert "--depths 20: resnet18 comes in no other depths" in capsys.readouterr().err
+    assert profile("--ckpt_path", "x.ckpt", "--batch", "1", "--no_time", "--out", tmp_path) == 2
+    assert "give --batch 2" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert profile("--out", tmp_path / "file") == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def count_depth_cost(net: nn.Module, example: Tensor) -> DepthCost:
     """Counts on a pass without data; the network is not touched.
 
     The mixing is one multiply-add for each element of each map that a site reads over depth: at cost O(L²) all maps
-    of the stretch so far, the present one too, so ``t C H W`` at the ``t``-th site; at cost O(L) the running map or
-    the shortcut, if any, so ``C H W``; none for methods that gate the branch. What makes the shares, and gates, norms
-    and sums, are not counted.
+    of the stretch so far, the present one too, so ``t C H W`` at the ``t``-th site; at cost O(L) the running maps or
+    the shortcut, if any, so ``C H W`` each; none for methods that gate the branch. What makes the shares, and gates,
+    norms and sums, are not counted.
 
     Args:
         net: A plain network, or one with attention over depth.
@@ -69,6 +69,7 @@ def _maps_read(site: DepthAttention, out: Tensor, state: object) -> int:
         return 0
     cards = map(registry.get, registry.list_methods("depth"))
     if next(card.cost for card in cards if card.cls is type(site)) == "O(L)":
-        return int(site.needs_shortcut or state is not None)
+        # By their dimensions: at a transition they are of another shape. Who reads a shortcut keeps no map.
+        return int(site.needs_shortcut) or sum(isinstance(x, Tensor) and x.ndim == 4 for x in pytree.tree_leaves(state))
     kept = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor) and leaf.shape == out.shape]
     return len(kept) + 1

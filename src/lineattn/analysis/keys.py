@@ -52,7 +52,7 @@ def similarity_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
     """Mean and spread over images of `key_similarity`, a row for each stage, head and pair of layers.
 
     Returns:
-        Rows with ``stage``, ``head``, ``layer``, ``other`` (an earlier layer), ``cosine`` and ``std``; all from 1.
+        Rows with ``stage``, ``head``, ``layer``, ``other`` (an earlier layer), ``cosine`` and ``std``; counted from 1.
     """
     rows = []
     for stretch in _with_pairs(stretches):
@@ -60,7 +60,7 @@ def similarity_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
         mean, std = found.mean(0), found.std(0, correction=0)
         for head, layer, other in _pairs(found):
             place = head, layer, other
-            where = {"stage": stretch.number, "head": head + 1, "layer": layer + 1, "other": other + 1}
+            where = {"stage": stretch.stage, "head": head + 1, "layer": layer + 1, "other": other + 1}
             rows.append(where | {"cosine": mean[place].item(), "std": std[place].item()})
     if not rows:
         raise InputError("no stage of this network has two layers whose keys could be compared")
@@ -80,7 +80,7 @@ def histogram_rows(stretches: Sequence[Stretch], bins: int = 40) -> list[dict[st
         values = found[..., below].flatten()
         counts, edges = torch.histogram(values.cpu().clamp(-1, 1), bins, range=(-1.0, 1.0))
         for count, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            rows.append({"stage": stretch.number, "from": low, "to": high, "fraction": count / len(values)})
+            rows.append({"stage": stretch.stage, "from": low, "to": high, "fraction": count / len(values)})
     return rows
 
 

@@ -118,9 +118,9 @@ def draw_map(rows: Sequence[Row], heads: Sequence[Row], title: str, path: Path) 
         for row in own:
             grid[row["layer"] - 1, sources.index(row["source"])] = row["mean"]
         image = _heat(
-            place, grid, cmap="viridis", names=["<" if name == "earlier stages" else name for name in sources], **scale
+            place, grid, cmap="viridis", names=["<" if name == "earlier" else name for name in sources], **scale
         )
-        earlier = " (<: earlier stages)" if "earlier stages" in sources else ""
+        earlier = " (<: all before)" if "earlier" in sources else ""
         place.set(title=f"stage {stage}", xlabel=f"attended to{earlier}", ylabel="layer")
         if not influence:
             _annotate(place, grid)
@@ -132,7 +132,7 @@ def draw_map(rows: Sequence[Row], heads: Sequence[Row], title: str, path: Path) 
     _write(canvas, path)
 
 
-def _gates(figure: Any, heads: Sequence[Row], stages: list[int]) -> None:
+def _gates(figure: Any, heads: Sequence[Row], stages: list[str]) -> None:
     axes = _row(figure, len(stages))
     image = None
     for place, stage in zip(axes, stages, strict=True):
@@ -182,8 +182,8 @@ def _annotate(axes: Axes, grid: np.ndarray) -> None:
             text.set_bbox({"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 0.6})
 
 
-def _stages(rows: Iterable[Row]) -> list[int]:
-    return sorted({row["stage"] for row in rows})
+def _stages(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row["stage"] for row in rows))
 
 
 def _cycle(values: Sequence[Any]) -> list[Any]:

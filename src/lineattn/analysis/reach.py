@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from lineattn.analysis.record import Stretch, influence
 from lineattn.errors import InputError
-from lineattn.nn.depth.dla import DLALight
 from lineattn.nn.depth.kcla import KCLA
 from lineattn.nn.depth.key_correlated import KeyCorrelated, OneMean
 from lineattn.nn.depth.mrla import MRLALight
+from lineattn.nn.depth.pooled import PooledAttention
+
+NOTHING = (
+    "no layer of this network reaches another: no stage has two layers with attention that adds anything (with "
+    "init='identity' it starts at zero gain; train first)"
+)
 
 
 def shares(stretch: Stretch) -> Tensor | None:
@@ -36,12 +41,13 @@ def shares(stretch: Stretch) -> Tensor | None:
         >>> host = lineattn.create_model("resnet20_cifar", attn="kcla")
         >>> stage = record(host, torch.randn(2, 3, 32, 32))[1]
         >>> stage.sources, shares(stage).shape
-        (['earlier stages', '1', '2', '3'], torch.Size([2, 2, 3, 4]))
+        (['earlier', '1', '2', '3'], torch.Size([2, 2, 3, 4]))
     """
-    found = [passage.weights().get("share") for passage in stretch.passages]
+    found = [passage.weights() for passage in stretch.passages]
     recurrent = all(isinstance(passage.method, KCLA | OneMean) for passage in stretch.passages)
     rows: list[Tensor] = []
-    for t, share in enumerate(found):
+    for t, weights in enumerate(found):
+        share = weights.get("share")
         if share is None:
             return None
         if share.ndim == 4:  # (B, L, H, W)
@@ -51,13 +57,15 @@ def shares(stretch: Stretch) -> Tensor | None:
             share = torch.cat([before * (1 - share[..., None]), share[..., None]], dim=-1)
         if share.shape[2:] != (t + 1 + int(stretch.summed_up),):
             return None
+        if (factor := weights.get("factor")) is not None:  # DLA-base wears its values down, a channel at a time
+            share = share * factor.unflatten(-1, (share.shape[1], -1)).mean(-1).transpose(1, 2)
         rows.append(share.double())
     width = len(stretch.sources)
     return torch.stack([nn.functional.pad(row, (0, width - row.shape[-1])) for row in rows], dim=2)
 
 
 def decay_products(stretch: Stretch) -> dict[str, Tensor]:
-    r"""How much a learned decay leaves of a layer, by channel; nothing for methods that have none.
+    r"""How much a learned decay leaves of a layer, by channel; nothing for methods but MRLA-light.
 
     .. math:: \beta_{t,s} = \prod_{r=s+1}^{t} \lvert \lambda_r \rvert, \qquad
         \beta'_{t,s} = \prod_{r=s+1}^{t} \lvert \lambda_r\, g_{r-1}\, \gamma_{r-1} / \sigma_{r-1} \rvert
@@ -69,7 +77,7 @@ def decay_products(stretch: Stretch) -> dict[str, Tensor]:
         ``decay`` and, where it applies, ``decay and norm``, each ``(C, T, T)``, zero above the diagonal.
     """
     methods = [passage.method for passage in stretch.passages]
-    if len(methods) < 2 or not all(isinstance(method, MRLALight | DLALight) for method in methods):
+    if len(methods) < 2 or not all(isinstance(method, MRLALight) for method in methods):
         return {}
     decay = [cast(Tensor, method.decay).detach().double().abs() for method in methods[1:]]
     found = {"decay": _products(decay)}
@@ -119,14 +127,11 @@ def decay_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
                     found = values[:, layer, source]
                     found = found[found.isfinite()]
                     if len(found):
-                        where = {"stage": stretch.number, "measure": name, "layer": layer + 1, "source": source + 1}
+                        where = {"stage": stretch.stage, "measure": name, "layer": layer + 1, "source": source + 1}
                         spread = {"mean": found.mean().item(), "std": found.std(correction=0).item()}
                         rows.append(where | {"distance": layer - source} | spread)
     if not any(row["distance"] for row in rows):
-        raise InputError(
-            "no layer of this network reaches another: no stage has two layers with attention that adds anything "
-            "(with init='identity' it starts at zero gain; train first)"
-        )
+        raise InputError(NOTHING)
     return rows
 
 
@@ -134,7 +139,7 @@ def map_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
     """The map from sources to layers, a row for each stage, layer and source.
 
     Returns:
-        Rows with ``stage``, ``measure``, ``layer``, ``source`` (a layer, or ``earlier stages``), and ``mean`` and
+        Rows with ``stage``, ``measure``, ``layer``, ``source`` (a layer, or ``earlier``), and ``mean`` and
         ``std`` over images and heads: of shares where the method has them, else of the influence.
     """
     rows = []
@@ -147,8 +152,10 @@ def map_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
         for t, layer in enumerate(stretch.layers):
             for s, source in enumerate(sources[: t + 1 + len(sources) - len(stretch.layers)]):
                 found = values[:, t, s]
-                where = {"stage": stretch.number, "measure": measure, "layer": int(layer), "source": source}
+                where = {"stage": stretch.stage, "measure": measure, "layer": int(layer), "source": source}
                 rows.append(where | {"mean": found.mean().item(), "std": found.std(correction=0).item()})
+    if not any(row["mean"] for row in rows):
+        raise InputError(NOTHING)
     return rows
 
 
@@ -156,21 +163,20 @@ def head_rows(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
     """Gate and temperature of each head, for methods that have them.
 
     Returns:
-        Rows with ``stage``, ``layer``, ``head``, ``gate`` and ``gate_std`` (mean and spread over images), and
+        Rows with ``stage``, ``site``, ``layer``, ``head``, ``gate`` and ``gate_std`` (mean and spread over images), and
         ``temperature``: what a head divides a key's length by, empty for methods without one.
     """
     rows = []
     for stretch in stretches:
         for layer, passage in enumerate(stretch.passages, start=1):
-            gate = passage.weights().get("gate")
-            if gate is None or gate.ndim != 2:
+            method, gate = passage.method, passage.weights().get("gate")
+            if gate is None or not isinstance(method, PooledAttention):  # a gate of channels is none of heads
                 continue
-            method = passage.method
             divisors = (
                 method.head_temperatures().tolist() if isinstance(method, KeyCorrelated) else [None] * gate.shape[1]
             )
             mean, std = gate.double().mean(0).tolist(), gate.double().std(0, correction=0).tolist()
             for head, (one, spread, divisor) in enumerate(zip(mean, std, divisors, strict=True), start=1):
-                where = {"stage": stretch.number, "layer": layer, "head": head}
+                where = {"stage": stretch.stage, "site": passage.name, "layer": layer, "head": head}
                 rows.append(where | {"gate": one, "gate_std": spread, "temperature": divisor})
     return rows

@@ -1,8 +1,7 @@
 """What passes the sites of a network, kept; and the same sites run again on it with one map changed.
 
 A *stretch* is a row of sites through which a state goes on in one width and resolution: a stage, unless the reach of
-the state was chosen otherwise. At its first site it begins from nothing, or from all earlier stages summed up as one
-layer.
+the state was chosen otherwise. At its first site it begins from nothing, or from all before summed up as one layer.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ class Stretch:
     """Sites through which a state goes on.
 
     Attributes:
-        number: Place of the stretch in the network, from 1.
+        stage: Number of its stage, from 1; with a second number where the state begins anew within a stage.
         passages: Its sites, in order.
-        summed_up: Whether it begins with the earlier stages as one layer.
+        summed_up: Whether it begins with all before it as one layer.
     """
 
-    number: int
+    stage: str
     passages: tuple[Passage, ...]
     summed_up: bool
 
     @property
     def sources(self) -> list[str]:
         """What its layers can attend to, in order."""
-        return [*(["earlier stages"] if self.summed_up else []), *self.layers]
+        return [*(["earlier"] if self.summed_up else []), *self.layers]
 
     @property
     def layers(self) -> list[str]:
@@ -109,16 +108,21 @@ def record(host: nn.Module, images: Tensor) -> list[Stretch]:
 
 
 def _stretches(passages: list[Passage]) -> Iterator[Stretch]:
+    """The stretches of a pass."""
     begins = [i for i, passage in enumerate(passages) if passage.method.site.entry != "continue"]
-    for number, (start, end) in enumerate(zip(begins, [*begins[1:], len(passages)], strict=True), start=1):
-        entry = passages[start].method.site.entry
-        yield Stretch(number, tuple(passages[start:end]), summed_up=entry == "transition")
+    stages = [passages[i].method.site.stage for i in begins]
+    for place, (start, end) in enumerate(zip(begins, [*begins[1:], len(passages)], strict=True)):
+        stage, site = stages[place], passages[start].method.site
+        part = f".{stages[: place + 1].count(stage)}" if stages.count(stage) > 1 else ""
+        yield Stretch(f"{stage + 1}{part}", tuple(passages[start:end]), summed_up=site.entry == "transition")
 
 
 def influence(stretch: Stretch, seed: int = 0) -> Tensor:
     r"""How far a change of one layer's map, as attention sees it, moves what later layers add.
 
     .. math:: I_{t,s} = \lVert \Delta o_t \rVert / \lVert \Delta x_s \rVert
+
+    :math:`o_t` is what attention adds to the block's output, or for ``position="branch"`` what it makes of the branch.
 
     Noise is added to :math:`x_s` where attention reads it. Blocks are held: what they computed of other maps stays, so
     that the change goes by attention alone. Where a method reads a block's shortcut, that carries the change of the
@@ -141,7 +145,7 @@ def influence(stretch: Stretch, seed: int = 0) -> Tensor:
         for method, out, shortcut in zip(methods, outs, shortcuts, strict=True):
             after, state = method(out, shortcut, states[-1])
             states.append(state)
-            base.append(after - out)
+            base.append(_own(method, after, out))
         for s, out in enumerate(outs):
             noise = torch.randn(out.shape, generator=draws, dtype=torch.float64).to(out.device)
             noise *= _STEP * out.square().mean((1, 2, 3), keepdim=True).sqrt()
@@ -153,9 +157,13 @@ def influence(stretch: Stretch, seed: int = 0) -> Tensor:
                 if shortcut is not None and change is not None:
                     shortcut = shortcut + change
                 after, state = methods[t](x, shortcut, state)
-                change = after - x - base[t]
+                change = _own(methods[t], after, x) - base[t]
                 values[:, t, s] = (_norm(change) / length).cpu()
     return values
+
+
+def _own(method: DepthAttention, after: Tensor, given: Tensor) -> Tensor:
+    return after if method.position == "branch" else after - given
 
 
 def _norm(maps: Tensor) -> Tensor:

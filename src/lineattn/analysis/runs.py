@@ -205,7 +205,7 @@ def paired_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, floa
     return centre, centre - half, centre + half
 
 
-def verdict(low: float, high: float) -> str:
+def verdict(low: float, high: float, *, less_is_better: bool = False) -> str:
     """What an interval of differences allows to say.
 
     Example:
@@ -213,6 +213,6 @@ def verdict(low: float, high: float) -> str:
         ('within noise', 'better here', 'worse here', 'within noise')
     """
     # Accuracies are counts: three equal differences have no spread, and no meaning for the next run either.
-    if low <= 0 <= high or low == high:
+    if low <= 0 <= high or high - low <= 1e-9 * abs(high):
         return "within noise"
-    return "better here" if low > 0 else "worse here"
+    return "better here" if (low > 0) != less_is_better else "worse here"

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lineattn.errors import InputError, unknown
-from lineattn.files import write_text
+from lineattn.files import need_folder, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ def run(args: list[str]) -> int:
     if options.images < 1:
         raise InputError(f"--images is {options.images}; it must be at least 1")
 
+    need_folder(options.out)
     from lineattn.analysis.record import record
     from lineattn.cli.restore import restore
 
@@ -82,7 +83,7 @@ def _images(trained: Trained, pattern: str | None, count: int) -> Tensor:
     source = source.subset([i * total // min(count, total) for i in range(min(count, total))])
     batches = [batch for batch in data.eval_loader(source)]
     if error := next((batch.error for batch in batches if batch.error), None):
-        raise InputError(error)
+        raise InputError(error.partition(", or pass ")[0])
     images = torch.cat([batch.images for batch in batches])
     if not len(images):
         raise InputError("none of the images could be read")

@@ -116,7 +116,7 @@ def _difference(group: Group, base: Group, metric: str) -> str:
     if group is base or len(seeds) < _LEAST:
         return ""
     centre, low, high = paired_interval([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
-    return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high)}"
+    return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high, less_is_better=metric.endswith('loss'))}"
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -149,8 +149,14 @@ def _print(rows: list[dict[str, Any]], columns: list[str]) -> None:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
+        # On a narrow terminal labels and differences are wrapped; numbers are never cut.
+        words = name == "method" or name.startswith("vs ")
+        longest = max(len(word) for row in rows for word in _text(row[name]).split() or [""])
         table.add_column(
-            name.replace(" ", "\n"), justify="left" if name == "method" else "right", no_wrap=name != "method"
+            name.replace(" ", "\n").replace("+", "+\n"),
+            justify="left" if words else "right",
+            no_wrap=not words,
+            min_width=longest if words else None,
         )
     for row in rows:
         table.add_row(*(_text(row[name]) for name in columns))

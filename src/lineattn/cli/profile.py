@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lineattn.errors import InputError
-from lineattn.files import write_json, write_text
+from lineattn.files import need_folder, write_json, write_text
 
 DEPTHS = "20,56,110,164,272,362"
 METHODS = "kcla,mrla_base,mrla_light,layer_softmax,dla_light"
@@ -71,6 +71,7 @@ def run(args: list[str]) -> int:
     if options.image_size is not None and options.image_size < 8:
         raise InputError(f"--image_size {options.image_size}: at least 8, as two stages halve it")
 
+    need_folder(options.out)
     import torch
 
     from lineattn.bench.profile import growth, growth_by_block
@@ -80,7 +81,14 @@ def run(args: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = _plan(options) if options.ckpt_path is None else _plan_of_run(options)
     measured_with = environment(seed=0, native=native.status())
-    rows = _measure(plan, options, device)
+    try:
+        rows = _measure(plan, options, device)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise InputError(
+            "--batch 1: the last map is one pixel, of which batch norm needs two; give --batch 2"
+        ) from error
     exponents = {"exponents": growth(rows), "exponents_by_block": growth_by_block(rows)}
     _print(rows, exponents)
 
@@ -277,9 +285,9 @@ def _print(rows: list[dict[str, Any]], exponents: dict[str, list[dict[str, Any]]
         if shown:
             _print_table(f"{_TITLES[kind]}; depths {depths}", shown, fits)
     print(
-        "mixing: multiply-adds of maps over depth, which MACs leave out. published: the naive form, which concatenates "
-        "its\ncache. step: saved, parameters, gradients, buffers; on a GPU the allocator's peak. MB is 10^6 bytes. "
-        "Times are noisy."
+        "MMAC: of one image. mixing: multiply-adds of maps over depth, which MACs leave out. published: the naive\n"
+        "form, which concatenates its cache. step: saved, parameters, gradients, buffers; on a GPU the allocator's\n"
+        "peak. MB is 10^6 bytes. Times are noisy."
     )
 
 

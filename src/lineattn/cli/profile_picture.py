@@ -34,8 +34,8 @@ _INK = "#222222"
 
 PANELS = {
     "params": ("parameters", "thousands", 1e-3),
-    "mmac": ("MACs of a forward", "MMAC", 1),
-    "mixing_mmac": ("mixing of maps", "MMAC", 1),
+    "mmac": ("MACs of an image", "MMAC", 1),
+    "mixing_mmac": ("mixing, of an image", "MMAC", 1),
     "evaluation_ms": ("evaluation", "ms", 1),
     "training_ms": ("training step", "ms", 1),
     "memory_mb": ("memory of a step", "MB", 1),

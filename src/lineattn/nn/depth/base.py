@@ -101,7 +101,8 @@ class DepthAttention(nn.Module, ABC):
         """Keys, scores and attention at this site, by name, for the analyses; pure.
 
         `lineattn analyze` reads ``key`` ``(B, h, D)``, this layer's own, or ``keys`` ``(B, h, L, D)`` of all layers so
-        far; ``share`` ``(B, h, L)``, its attention to them; ``gate`` ``(B, h)``. All are optional.
+        far; ``share``, its attention to them, ``(B, h, L)``, or ``(B, L, H, W)`` where that differs from pixel to pixel
+        (KCLA and its kin give the share of this layer in their mean, ``(B, h)``); ``gate`` ``(B, h)``. All optional.
         """
         return {}
 
