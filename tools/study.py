@@ -57,11 +57,7 @@ def collect(out: Path) -> dict[str, Any]:
     cells = []
     for name, (settings, seeds) in CELLS.items():
         found = [_summary(out / name / str(seed)) for seed in range(1, seeds + 1)]
-        runs = [
-            {"seed": one["seed"], "test/acc1": one["last"]["test/acc1"], "train/loss": one["last"]["train/loss"]}
-            for one in found
-            if one
-        ]
+        runs = [{"seed": one["seed"]} | one["last"] for one in found if one]
         first = next((one for one in found if one), {})
         costs = {key: first.get(key) for key in ("params", "macs")}
         cells.append({"cell": name, "settings": settings, "wanted": seeds, "runs": runs} | costs)
