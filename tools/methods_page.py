@@ -16,31 +16,42 @@ from lineattn.cli.compare import markdown
 from lineattn.registry import Card
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
-_HEAD = """# Attention over depth: the methods
+_HEAD = """# The methods
 
-`lineattn.attach(net, NAME)` puts one into a network; `lineattn show NAME` prints its arguments too. Time and state are
-those of a network of L layers. "Needs": whether blocks have to fall into branch and shortcut, which
-[backbones.md](backbones.md) says of each family. Written by `make docs` from the code.
+`lineattn show NAME` prints a method's arguments too. Written by `make docs` from the code.
+"""
+_DEPTH = """# Attention over depth
+
+`lineattn.attach(net, NAME)` puts one into a network. Time and state are those of a network of L layers. "Needs":
+whether blocks have to fall into branch and shortcut, which [backbones.md](backbones.md) says of each family.
+"""
+_SAMPLE = """# Attention over the positions of a sample
+
+`lineattn.swap(net, "blocks.*.attn", NAME)` puts one in the place of a network's attention;
+`lineattn.attach(net, NAME, at="layer4")` puts those that are blocks behind a module. Time is that of N positions.
 """
 
 
 def page() -> str:
-    """The page, with one section a method."""
-    cards = [registry.get(name) for name in registry.list_methods("depth")]
-    rows = [
-        {
-            "name": f"[`{card.name}`](#{_anchor(card)})",
-            "method": card.title,
-            "time": card.cost,
-            "state": card.state,
-            "needs": _needs(card),
-            "paper": _paper(card),
-        }
-        for card in cards
-    ]
-    sections = [f"## {card.title} (`{card.name}`)\n\n{_text(card)}" for card in cards]
-    table = markdown(rows, list(rows[0])).replace("---:", "---")  # words, not numbers
-    return "\n\n".join([_HEAD.strip(), table, *sections]) + "\n"
+    """The page: an axis after the other, with a table and one section a method."""
+    parts = [_HEAD.strip()]
+    for axis, head, column, value in (("depth", _DEPTH, "needs", _needs), ("sample", _SAMPLE, "stands", _stands)):
+        cards = [registry.get(name) for name in registry.list_methods(axis)]
+        rows = [
+            {
+                "name": f"[`{card.name}`](#{_anchor(card)})",
+                "method": card.title,
+                "time": card.cost,
+                "state": card.state,
+                column: value(card),
+                "paper": _paper(card),
+            }
+            for card in cards
+        ]
+        sections = [f"## {card.title} (`{card.name}`)\n\n{_text(card)}" for card in cards]
+        table = markdown(rows, list(rows[0])).replace("---:", "---")  # words, not numbers
+        parts += [head.strip(), table, *sections]
+    return "\n\n".join(parts) + "\n"
 
 
 def _anchor(card: Card) -> str:
@@ -52,6 +63,10 @@ def _needs(card: Card) -> str:
     if card.cls.position == "branch":
         return "branch"
     return "shortcut" if card.cls.needs_shortcut else "output only"
+
+
+def _stands(card: Card) -> str:
+    return "behind a module" if card.cls.residual else "for a transformer's attention"
 
 
 def _paper(card: Card) -> str:

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lineattn.hosts.attach import attach
+    from lineattn.hosts.swap import swap
     from lineattn.models import create_model, list_models
     from lineattn.registry import list_methods
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attach", "create_model", "list_methods", "list_models"]
+__all__ = ["__version__", "attach", "create_model", "list_methods", "list_models", "swap"]
 
 _HOMES = {
     "attach": "lineattn.hosts.attach",
     "create_model": "lineattn.models",
     "list_methods": "lineattn.registry",
     "list_models": "lineattn.models",
+    "swap": "lineattn.hosts.swap",
 }
 
 

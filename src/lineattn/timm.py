@@ -11,6 +11,9 @@ They take what timm's own entry points take, and the method's arguments beside i
 The state of the attention crosses stages, so features come from the network's own forward pass (``FeatureGetterNet``).
 There are no pretrained weights of these networks; ``trunk="timm/resnet50.a1_in1k"``, or a path, loads those of the
 network without attention, and the outputs start as that network's.
+
+The networks of `lineattn.models.eamlp`, which have external attention from the start, are registered too: ``eamlp_7``,
+``eamlp_10``, ``eamlp_12``, ``eamlp_14``, ``eamlp_19``, ``eamlp_24``.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from timm.models import (
 )
 from torch import nn
 
+import lineattn.models.eamlp  # noqa: F401  # which registers its networks
 from lineattn import registry
 from lineattn.errors import InputError
 from lineattn.hosts.attach import attach

@@ -20,6 +20,7 @@ from tests.tasks.helpers import fit
 ROOT = Path(__file__).parents[2]
 ALL = sorted((ROOT / "recipes").rglob("*.yaml"))
 CIFAR, IMAGENET = (sorted((ROOT / "recipes" / table).glob("*.yaml")) for table in ("kcla_table1", "kcla_table2"))
+EAMLP = ROOT / "recipes" / "imagenet" / "eamlp_14.yaml"
 SMOKE = sorted((ROOT / "recipes" / "smoke").glob("*.yaml"))
 ABLATION = ROOT / "recipes" / "kcla_ablation" / "cifar100_resnet56.yaml"
 ROWS = [shlex.split(options) for options in re.findall(r"^#   .* (--model\..*)$", ABLATION.read_text(), re.M)]
@@ -127,18 +128,20 @@ def take_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(Record, "plot", lambda self: None)
 
     def step(path, *options):
-        small = ("--data.image_size", "32" if path in IMAGENET else "8", "--data.val_fraction", "0")
+        size = "224" if path == EAMLP else "32" if path in IMAGENET else "8"  # EAMLP is of one size
+        small = ("--data.image_size", size, "--data.val_fraction", "0")
         return fit(tmp_path / "run", "--config", str(path), *small, "--trainer.max_epochs", "1", *options)
 
     return step
 
 
-@pytest.mark.parametrize("path", CIFAR + IMAGENET, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*CIFAR, *IMAGENET, EAMLP], ids=lambda path: path.stem)
 @pytest.mark.medium
 def test_a_recipe_builds_and_takes_a_step(path, take_a_step):
     found = take_a_step(path)
     assert found["epochs"] == 1 and found["best"] is None
-    assert found["classes"] == (1000 if path in IMAGENET else int(path.stem.split("_")[0].removeprefix("cifar")))
+    cifar = path.stem.split("_")[0].removeprefix("cifar") if path in CIFAR else 1000
+    assert found["classes"] == int(cifar)
 
 
 @pytest.mark.parametrize("options", ROWS, ids=" ".join)

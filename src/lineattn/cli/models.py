@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lineattn.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
-
-    from lineattn.registry import Card
 
 _TIMM = "timm/"
 _ROWS = 40  # networks that are counted: each of timm takes a second
@@ -38,7 +36,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("pattern", nargs="?", help="e.g. 'resnet*_cifar'; quote it, or the shell expands it")
     pattern = parser.parse_args(args).pattern
 
-    from lineattn import list_methods, list_models, registry
+    from lineattn import list_methods, list_models
     from lineattn.tasks.console import plain_console
 
     if pattern is not None and pattern.startswith(_TIMM):
@@ -46,7 +44,8 @@ def run(args: list[str]) -> int:
     else:
         names, registered = list_models(pattern), _registered(pattern) if pattern else []
     methods = list_methods("depth") if names else fnmatch.filter(list_methods("depth"), pattern or "*")
-    if not (names or registered or methods):
+    sample = fnmatch.filter(list_methods("sample"), pattern or "*")
+    if not (names or registered or methods or sample):
         raise InputError(
             f"no network or method fits {pattern!r}; `lineattn models` lists all but timm's, which are timm/NAME"
         )
@@ -58,7 +57,10 @@ def run(args: list[str]) -> int:
     if names or registered:
         console.print("A MAC is a multiply-accumulate of a convolution or matrix product, for one image.\n")
     if methods:
-        console.print(_methods([registry.get(name) for name in methods]))
+        console.print(_methods("attention over depth (--model.attn)", methods, "reads", _reads))
+    if sample:
+        title = "attention over positions (lineattn.swap, and lineattn.attach with at=)"
+        console.print(_methods(title, sample, "stands", _stands))
     console.print("`lineattn show NAME` says more about a network or a method.")
     return 0
 
@@ -99,8 +101,9 @@ def _of_timm(pattern: str) -> list[str]:
 
 def _registered(pattern: str) -> list[str]:
     import lineattn.timm
+    from lineattn.models import eamlp
 
-    return fnmatch.filter(lineattn.timm.default_cfgs, pattern)
+    return fnmatch.filter([*lineattn.timm.default_cfgs, *eamlp.default_cfgs], pattern)
 
 
 def _networks(title: str, names: Sequence[str], cost: Callable[[str], Cost]) -> Table:
@@ -125,17 +128,24 @@ def _networks(title: str, names: Sequence[str], cost: Callable[[str], Cost]) -> 
     return table
 
 
-def _methods(cards: Sequence[Card]) -> Table:
+def _methods(title: str, names: Sequence[str], what: str, value: Callable[[type], str]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = "attention over depth (--model.attn)"
+    from lineattn import registry
+
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("name", "time", "state", "reads", "arXiv"):
+    for column in ("name", "time", "state", what, "arXiv"):
         table.add_column(column, no_wrap=True)
     table.add_column("method", overflow="fold")
-    for card in cards:
-        cls = card.cls
-        reads = "branch" if cls.position == "branch" else "output+shortcut" if cls.needs_shortcut else "output"
-        table.add_row(card.name, card.cost, card.state, reads, card.arxiv or card.paper, card.title)
+    for card in map(registry.get, names):
+        table.add_row(card.name, card.cost, card.state, value(card.cls), card.arxiv or card.paper, card.title)
     return table
+
+
+def _reads(cls: Any) -> str:
+    return "branch" if cls.position == "branch" else "output+shortcut" if cls.needs_shortcut else "output"
+
+
+def _stands(cls: Any) -> str:
+    return "behind a module" if cls.residual else "in its place"

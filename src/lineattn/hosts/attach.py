@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +18,59 @@ from lineattn import registry
 from lineattn.errors import InputError, unknown
 from lineattn.hosts import plans
 from lineattn.hosts.depth_host import DepthHost
+from lineattn.hosts.insert import insert
 from lineattn.hosts.probe import evaluating, make_probe, same_draws
 from lineattn.hosts.site import StateScope, derive
 from lineattn.hosts.step import Plan, Step, run_split
 from lineattn.nn.depth.base import DepthAttention, Init, Site
+from lineattn.nn.sample.base import SampleAttention
 
 
+@overload
 def attach(
     net: nn.Module,
     method: str | type[DepthAttention],
     *,
+    at: None = None,
     init: Init = "identity",
     scope: str | StateScope | None = None,
     copy: bool = False,
     **method_args: Any,
-) -> DepthHost:
-    """Puts attention over depth behind every block of a network.
+) -> DepthHost: ...
+@overload
+def attach(
+    net: nn.Module,
+    method: str | type[SampleAttention],
+    *,
+    at: str,
+    init: Init = "identity",
+    copy: bool = False,
+    **method_args: Any,
+) -> nn.Module: ...
+def attach(
+    net: nn.Module,
+    method: str | type[DepthAttention] | type[SampleAttention],
+    *,
+    at: str | None = None,
+    init: Init = "identity",
+    scope: str | StateScope | None = None,
+    copy: bool = False,
+    **method_args: Any,
+) -> nn.Module:
+    """Puts attention over depth behind every block of a network, or a block of the sample axis behind one module.
 
     The network is run once on a small random input, by itself and step by step as the host will: where the two differ
     (a subclass with a forward of its own, something between two steps) the first step that does is named. On the meta
     device only shapes can be compared.
 
+    A block of the sample axis becomes a child of the module that it stands behind: the network stays the same object,
+    of its own class, and its parameters keep their names.
+
     Args:
         net: A network of a family that has a plan, see `lineattn.hosts.plans`. Its modules are shared.
         method: Registry name of the method, or its class.
+        at: For a block of the sample axis (``external``, ``sagan``, ``double_attention``): the module's name, such as
+            ``layer4``. A network without a plan also needs ``example``, an input to run it on.
         init: ``identity`` leaves the network's outputs as they are until it is trained; ``paper`` starts as published.
         scope: Reach of the state: ``carry`` through the network, ``per_stage``, ``every=k`` blocks of a stage, or
             ``anchors=i,j``. By default ``carry`` where the method can, else ``per_stage``.
@@ -49,10 +78,10 @@ def attach(
         method_args: Arguments of the method; ``head_dim`` is the family's unless given.
 
     Returns:
-        The host, on the device of the network and of its type of numbers.
+        The host, on the device of the network and of its type of numbers; for the sample axis the network itself.
 
     Raises:
-        InputError: No plan fits, no such method or argument, or the host would not compute what the network does.
+        InputError: No plan fits, no such method, module or argument, or the network would not compute what it did.
 
     Example:
         >>> import lineattn
@@ -60,14 +89,21 @@ def attach(
         >>> x = torch.randn(2, 3, 32, 32)
         >>> torch.equal(host(x), host.backbone(x))
         True
+        >>> net = lineattn.attach(lineattn.create_model("resnet20_cifar").eval(), "external", at="stages.2", slots=16)
+        >>> net.stages[2].external.memory
+        ExternalMemory((16, 64), norm='log', start='equal')
     """
-    cls, name = (
-        (registry.get(method, axis="depth").cls, method) if isinstance(method, str) else (method, method.__name__)
-    )
+    cls, name = (registry.get(method).cls, method) if isinstance(method, str) else (method, method.__name__)
     if not isinstance(net, nn.Module):
         raise InputError(
             f"the network is a {type(net).__name__}; give a torch.nn.Module, or use create_model for names"
         )
+    if issubclass(cls, SampleAttention):
+        if at is None or scope is not None:
+            raise InputError(f"{name} stands behind one module: give its name as at=, such as 'layer4', and no scope")
+        return insert(net, cls, name, at, init=init, copy=copy, **method_args)
+    if at is not None:
+        raise InputError(f"at={at!r}: {name} stands behind every block; give scope= for where it looks back to")
     if any(isinstance(module, DepthHost) for module in net.modules()):
         raise InputError(
             f"the network already has attention over depth ({name} can't be attached a second time); attach to its "

@@ -113,8 +113,10 @@ def _torchvision(name: str, num_classes: int, in_chans: int, zero_branches: bool
 
 
 def _timm(name: str, num_classes: int | None, in_chans: int) -> nn.Module:
-    """timm's network; imported here, as the import takes seconds."""
+    """timm's network; imported here, as the import takes seconds. Ours among them are registered first."""
     import timm
+
+    import lineattn.models.eamlp  # noqa: F401
 
     arch, dot, _ = name.removeprefix("timm/").partition(".")
     if dot:
@@ -127,5 +129,7 @@ def _timm(name: str, num_classes: int | None, in_chans: int) -> nn.Module:
 def _in_timm(name: str) -> list[str]:
     """What ``timm/`` was forgotten before."""
     import timm
+
+    import lineattn.models.eamlp  # noqa: F401
 
     return [f"timm/{name}"] if timm.is_model(name) else []

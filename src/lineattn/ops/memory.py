@@ -4,100 +4,277 @@ The weight of position :math:`i` for memory slot :math:`j` is normalised twice, 
 
 .. math::
     \hat\alpha_{ij} = \frac{e^{L_{ij}}}{\sum_{i'} e^{L_{i'j}}}, \qquad
-    \alpha_{ij} = \frac{\hat\alpha_{ij}}{\sum_{j'} \hat\alpha_{ij'}}
+    \alpha_{ij} = \frac{\hat\alpha_{ij}}{\varepsilon + \sum_{j'} \hat\alpha_{ij'}}
 
-In the log domain this is one ordinary softmax over the slots, which exchange nothing between positions but one number
-a slot:
+In the log domain, and without :math:`\varepsilon`, this is one ordinary softmax over the slots, and positions exchange
+nothing but one number a slot:
 
 .. math::
     \alpha_i = \mathrm{softmax}_j(L_{ij} - \ell_j), \qquad
     \ell_j = \log \sum_i e^{L_{ij}}
 
-Where the published form divides zero by zero, because every :math:`\hat\alpha_{ij}` of a position underflows, this one
-is exact.
+``norm="log"`` computes this; where all :math:`\hat\alpha_{ij}` of a position are far below :math:`\varepsilon`, it is
+exact, and the published form, ``norm="official"`` with :math:`\varepsilon = 10^{-9}`, leaves the position without
+attention. Sums, logarithms and weights are float32 at least, whatever the type of the logits.
+
+"Beyond Self-attention: External Attention using Two Linear Layers for Visual Tasks" (Guo, Liu, Mu, Hu; 2021), arXiv
+2105.02358.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from lineattn.errors import InputError
+from lineattn.ops.autocast import autocast_dtype, no_autocast
 
-def external_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+Norm = Literal["log", "official"]
+EPSILON = 1e-9  # the authors'
+_Part = TypeVar("_Part")
+
+
+def external_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor | None = None,
+    norm: Norm = "log",
+    tile: int | None = None,
+) -> Tensor:
     r""":math:`o_i = \sum_j \alpha_{ij} v_j` with :math:`L_{ij} = \langle q_i, k_j \rangle`, doubly normalised.
 
-    Linear in the positions. For the backward it keeps its inputs and one map of ``M`` numbers a position.
+    Linear in the positions. For the backward it keeps its arguments and one number a sample, head and slot, and
+    computes the logits again. In what order positions lie in memory does not matter: a map ``(B, C, H, W)`` is given
+    as ``x.flatten(2).mT`` without a copy, and its attention comes back in the same order.
 
     Args:
-        query: :math:`q`, ``(B, N, C)``.
-        keys: :math:`k`, the memory's keys, ``(M, C)``.
-        values: :math:`v`, the memory's values, ``(M, C)``.
+        query: :math:`q`, ``(B, N, C)``, or ``(B, N, h, D)`` for heads.
+        keys: :math:`k`, the memory's keys, ``(M, C)``; for heads ``(M, D)``, the same for all, or ``(h, M, D)``.
+        values: :math:`v`, the memory's values, as many as keys; of any width.
+        mask: Positions that exist, ``(B, N)``, of booleans; others are in no sum, and get zeros.
+        norm: ``log``, exact, or ``official``, as published.
+        tile: Positions at a time, in two passes over them: no map of logits of more positions than that is ever there.
+            The result is the same. All of them if not given.
 
     Returns:
-        ``(B, N, C)``.
+        ``(B, N, C)``, or ``(B, N, h, D)``, with the width of the values.
+
+    Raises:
+        InputError: Shapes, or a mask, that don't fit.
 
     Example:
         >>> external_attention(torch.randn(2, 100, 32), torch.randn(8, 32), torch.randn(8, 32)).shape
         torch.Size([2, 100, 32])
     """
-    return torch.matmul(double_normalisation(torch.matmul(query, keys.T)), values)
+    _check(query, keys, values, mask, norm, tile)
+    lowered = autocast_dtype(query.device)
+    if lowered is not None:
+        query, keys, values = query.to(lowered), keys.to(lowered), values.to(lowered)
+    with no_autocast(query.device):
+        if torch.compiler.is_compiling():
+            alpha = double_normalisation(products(query, keys.mT), mask=mask, norm=norm)
+            return products(alpha.to(values.dtype), values)
+        return _ExternalAttention.apply(query, keys, values, _column(mask, query), norm, tile)[0]
 
 
-def double_normalisation(logits: Tensor) -> Tensor:
-    r""":math:`\alpha_i = \mathrm{softmax}_j(L_{ij} - \log \sum_{i'} e^{L_{i'j}})`, in float32 at least inside.
+def double_normalisation(logits: Tensor, *, mask: Tensor | None = None, norm: Norm = "log") -> Tensor:
+    r""":math:`\alpha`, from logits: a softmax over the positions, then every position over its sum over the slots.
 
     Args:
-        logits: :math:`L`, ``(B, N, M)``: positions, then slots.
+        logits: :math:`L`, ``(B, N, M)`` or ``(B, N, h, M)``: positions, then slots.
+        mask: Positions that exist, ``(B, N)``, of booleans.
+        norm: ``log``, exact, or ``official``, as published.
 
     Returns:
-        :math:`\alpha`, shaped and typed like ``logits``; sums to one over the slots.
+        :math:`\alpha`, shaped and typed like ``logits``; a position sums to one over the slots, one that isn't there to
+        zero.
 
     Example:
         >>> alpha = double_normalisation(1000 * torch.randn(2, 50, 8))
         >>> torch.allclose(alpha.sum(-1), torch.ones(2, 50))
         True
     """
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
-        return _shifted(logits).softmax(-1).to(logits.dtype)
-    return _DoubleNormalisation.apply(logits)[0]
+    there = _column(mask, logits)
+    return _weights(logits, _log_sums(logits, there), there, norm).to(logits.dtype)
 
 
-def _shifted(logits: Tensor) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits - logits.logsumexp(-2, keepdim=True)
+class _ExternalAttention(torch.autograd.Function):
+    r"""Returns the attention and :math:`\ell`.
 
-
-class _DoubleNormalisation(torch.autograd.Function):
-    r"""Returns :math:`\alpha` and :math:`\log r_i = \log \sum_j \hat\alpha_{ij}`, and keeps nothing else.
-
-    With :math:`G = \partial / \partial \alpha` and :math:`g = \partial / \partial \log r`,
+    With :math:`G_{ij} = \langle \partial o_i, v_j \rangle`, in both norms,
 
     .. math::
-        h_{ij} = \alpha_{ij} \Big(G_{ij} + g_i - \sum_{j'} \alpha_{ij'} G_{ij'}\Big), \qquad
-        \frac{\partial}{\partial L_{ij}} = h_{ij} - \alpha_{ij} r_i \sum_{i'} h_{i'j}
-
-    Both are outputs, so that the backward, which reads them, can be differentiated again.
+        h_{ij} = \alpha_{ij} \Big(G_{ij} - \sum_{j'} \alpha_{ij'} G_{ij'}\Big), \qquad
+        \frac{\partial}{\partial L_{ij}} = h_{ij} - e^{L_{ij} - \ell_j} \sum_{i'} h_{i'j}
     """
 
     @staticmethod
-    def forward(logits: Tensor) -> tuple[Tensor, Tensor]:
-        shifted = _shifted(logits)
-        alpha = shifted.softmax(-1)
-        # The largest of a row alone tells the sum of all: no second pass of exponentials.
-        row = shifted.amax(-1, keepdim=True) - alpha.amax(-1, keepdim=True).log()
-        return alpha.to(logits.dtype), row
+    def forward(
+        query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: Norm, tile: int | None
+    ) -> tuple[Tensor, Tensor]:
+        spans = _spans(query, tile)
+        logits = _once(spans, lambda at: products(query[:, at], keys.mT))
+        lse = _log_sums(logits(spans[0]), _at(mask, spans[0]))
+        for at in spans[1:]:
+            lse = torch.logaddexp(lse, _log_sums(logits(at), _at(mask, at)))
+
+        def attended(at: slice) -> Tensor:
+            return products(_weights(logits(at), lse, _at(mask, at), norm).to(values.dtype), values)
+
+        return _joined(spans, attended), lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.norm, ctx.tile = inputs
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad, grad_row = grads
-        alpha, row = ctx.saved_tensors
-        dtype, alpha = alpha.dtype, alpha.to(row.dtype)
-        inner = (alpha * grad).sum(-1, keepdim=True)
-        h = alpha * (grad + (grad_row - inner))
-        return (h - alpha * row.exp() * h.sum(-2, keepdim=True)).to(dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, mask, lse = ctx.saved_tensors
+        grad, _ = grads
+        spans = _spans(query, ctx.tile)
+        if torch.is_grad_enabled():  # to be differentiated again, and what was saved hangs on nothing
+            lse = _log_sums(products(query, keys.mT), mask)
+
+        def compute(at: slice) -> tuple[Tensor, Tensor, Tensor]:
+            there, logits = _at(mask, at), products(query[:, at], keys.mT)
+            alpha = _weights(logits, lse, there, ctx.norm)
+            g = products(grad[:, at], values.mT).to(alpha.dtype)
+            return alpha, _filled((logits - lse).exp(), there), alpha * (g - (alpha * g).sum(-1, keepdim=True))
+
+        weights = _once(spans, compute)
+        sums = torch.zeros_like(lse)
+        grad_values, grad_keys = (torch.zeros_like(memory, dtype=lse.dtype) for memory in (values, keys))
+        for at in spans:
+            alpha, _, h = weights(at)
+            sums = sums + h.sum(1, keepdim=True)
+            grad_values = grad_values + _over_positions(alpha.to(grad.dtype), grad[:, at], values)
+
+        def grad_query(at: slice) -> Tensor:
+            nonlocal grad_keys
+            _, over_positions, h = weights(at)
+            grad_logits = (h - over_positions * sums).to(query.dtype)
+            grad_keys = grad_keys + _over_positions(grad_logits, query[:, at], keys)
+            return products(grad_logits, keys)
+
+        query_grad = _joined(spans, grad_query)
+        return query_grad, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None, None
+
+
+def _log_sums(logits: Tensor, mask: Tensor | None) -> Tensor:
+    r""":math:`\ell`: over the positions that exist."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    return logits.logsumexp(1, keepdim=True)
+
+
+def _weights(logits: Tensor, lse: Tensor, mask: Tensor | None, norm: Norm) -> Tensor:
+    r""":math:`\alpha`, of the type of :math:`\ell`."""
+    shifted = logits - lse
+    if norm == "log":
+        # Slots that lie apart in memory: softmax over the last axis would first put them side by side.
+        alpha = shifted.mT.softmax(1).mT if is_map(shifted) else shifted.softmax(-1)
+    else:
+        alpha = shifted.exp()
+        alpha = alpha / (EPSILON + alpha.sum(-1, keepdim=True))
+    return _filled(alpha, mask)
+
+
+def _filled(weights: Tensor, mask: Tensor | None) -> Tensor:
+    return weights if mask is None else torch.where(mask, weights, 0)  # in memory as they are, which a fill is not
+
+
+def products(x: Tensor, matrix: Tensor) -> Tensor:
+    """``(B, N, I) (I, O)``, ``(B, N, h, I) (I, O)`` or ``(B, N, h, I) (h, I, O)``; the result lies in memory like x."""
+    if matrix.ndim == 3:
+        return torch.einsum("bnhi,hio->bnho", x, matrix)
+    if is_map(x):
+        return torch.bmm(matrix.mT.expand(x.shape[0], -1, -1), x.mT).mT
+    return torch.matmul(x, matrix)
+
+
+def _over_positions(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+    """The gradient of the memory ``like``: ``a`` times ``b``, slots times width, summed over samples and positions."""
+    if like.ndim == 3:
+        return torch.einsum("bnhm,bnhd->hmd", a, b)
+    if is_map(a):
+        return torch.bmm(a.mT, b).sum(0)
+    return a.flatten(0, -2).mT @ b.flatten(0, -2)
+
+
+def is_map(x: Tensor) -> bool:
+    """Whether the positions of ``(B, N, C)`` lie side by side in memory, as those of a channel of a map do."""
+    return x.ndim == 3 and not torch.compiler.is_compiling() and x.stride(1) == 1 and x.stride(2) > 1
+
+
+def _column(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask that multiplies slots, and heads."""
+    return None if mask is None else mask[(..., *[None] * (like.ndim - 2))]
+
+
+def _at(mask: Tensor | None, at: slice) -> Tensor | None:
+    return None if mask is None else mask[:, at]
+
+
+def _spans(query: Tensor, tile: int | None) -> list[slice]:
+    positions = query.shape[1]
+    tile = tile or max(positions, 1)
+    return [slice(start, min(start + tile, positions)) for start in range(0, max(positions, 1), tile)]
+
+
+def _once(spans: list[slice], compute: Callable[[slice], _Part]) -> Callable[[slice], _Part]:
+    """What there is room for is kept: everything where there is one span. Of many each is computed when it is asked."""
+    if len(spans) > 1:
+        return compute
+    kept = compute(spans[0])
+    return lambda _: kept
+
+
+def _joined(spans: list[slice], compute: Callable[[slice], Tensor]) -> Tensor:
+    """The parts side by side, in one tensor that is there before them, and in memory like them."""
+    first = compute(spans[0])
+    if len(spans) == 1:
+        return first
+    shape = (first.shape[0], spans[-1].stop, *first.shape[2:])
+    out = first.mT.new_empty(shape[0], shape[2], shape[1]).mT if is_map(first) else first.new_empty(shape)
+    out[:, spans[0]] = first
+    for at in spans[1:]:
+        out[:, at] = compute(at)
+    return out
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: str, tile: int | None) -> None:
+    if norm not in get_args(Norm):
+        raise InputError(f"norm is {norm!r}; it must be 'log' (exact) or 'official' (as published)")
+    if tile is not None and tile < 1:
+        raise InputError(f"tile is {tile}; it is how many positions are worked on at a time, at least 1")
+    if query.ndim not in (3, 4) or keys.ndim not in (2, query.ndim - 1):
+        raise InputError(
+            f"query {_size(query)}, keys {_size(keys)}: they must be (B, N, C) and (M, C), or for heads "
+            "(B, N, h, D) and (M, D) or (h, M, D)"
+        )
+    if query.shape[-1] != keys.shape[-1] or (keys.ndim == 3 and query.shape[2] != keys.shape[0]):
+        raise InputError(f"query {_size(query)} and keys {_size(keys)} differ in width, or in heads")
+    if keys.shape[:-1] != values.shape[:-1]:
+        raise InputError(f"keys {_size(keys)} and values {_size(values)} are not as many")
+    check_mask(mask, query.shape[:2])
+
+
+def check_mask(mask: Tensor | None, shape: torch.Size) -> None:
+    """Refuses what is no mask of ``(B, N)`` positions."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
+        raise InputError(
+            f"mask {_size(mask)} of {mask.dtype}: it must be {tuple(shape)}, one a position, of torch.bool; "
+            "true where there is one"
+        )
+
+
+def _size(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
