@@ -1,4 +1,4 @@
-"""External attention at the operator level: ours, the published forms, the floor of two products, and softmax.
+"""External attention at the operator level: ours, plain and published forms, the floor of two products, and softmax.
 
 The projections around the operator are the same for all and left out. Softmax attention has as many channels in eight
 heads, and is timed up to the length where it still takes less than a second or so.
@@ -17,7 +17,7 @@ from lineattn.bench.timing import compared, exponent, take_turns
 from lineattn.measure import SavedBytes
 from lineattn.ops.memory import external_attention
 
-POSITIONS = (1024, 4096, 16384)
+POSITIONS = (196, 1024, 4096, 16384, 65536)
 CHANNELS, SLOTS, HEADS = 512, 64, 8
 SOFTMAX_UP_TO = 4096
 SETTING = {"batch_size": 1, "channels": CHANNELS, "slots": SLOTS}
@@ -30,8 +30,13 @@ def two_products(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return (x @ keys.T) @ values
 
 
-def published_positions(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The popular module's order of operations, in ``(B, N, C)``."""
+def ours_channels(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Ours on a map ``(B, C, N)``, without a copy."""
+    return external_attention(x.mT, keys, values).mT
+
+
+def two_linears(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The plain module of two linear layers, the popular one, in ``(B, N, C)``."""
     alpha = torch.softmax(x @ keys.T, dim=1)
     alpha = alpha / alpha.sum(dim=2, keepdim=True)
     return alpha @ values
@@ -53,10 +58,12 @@ def softmax_attention(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 FORMS: dict[str, Form] = {
     "ours": external_attention,
     "two products": two_products,
-    "published, B N C": published_positions,
+    "two linear layers": two_linears,
+    "ours, B C N": ours_channels,
     "published, B C N": published_channels,
     "softmax, 8 heads": softmax_attention,
 }
+_CHANNELS_FIRST = (ours_channels, published_channels)
 
 
 def measure(
@@ -89,7 +96,7 @@ def measure(
         with torch.no_grad():
             keys /= CHANNELS**0.5  # logits of order one
         given = {
-            name: (x.detach().mT.contiguous().requires_grad_() if form is published_channels else x, keys, values)
+            name: (x.detach().mT.contiguous().requires_grad_() if form in _CHANNELS_FIRST else x, keys, values)
             for name, form in _forms(length).items()
         }
         saved = {name: _saved_bytes(FORMS[name], arguments) for name, arguments in given.items()}

@@ -52,6 +52,11 @@ def _scan(mode: str, name: str, must: float, stretch: float | None = None) -> Ta
     return Target(where, "cpu_ratio", must, stretch, most=False)
 
 
+def _memory(positions: int, mode: str, name: str, must: float) -> Target:
+    where = {"subject": "memory", "positions": positions, "mode": mode, "name": name}
+    return Target(where, "cpu_ratio", must, most=False)
+
+
 TARGETS = (
     _plain("resnet50", "evaluation", "cpu_ratio", 1.25, 1.15),
     _plain("resnet50", "evaluation, trunk folded", "cpu_ratio", 1.25, 1.15),
@@ -67,6 +72,15 @@ TARGETS = (
     _scan("forward + backward", "python loop", 25),
     _scan("forward + backward", SOFTMAX, 7),
     Target({"subject": "scan", "mode": "saved", "name": "ours"}, "saved_mb", 0),
+    *(_memory(n, "forward", "two products", 0.8) for n in (16384, 65536)),
+    *(
+        _memory(n, mode, "two linear layers", 0.95)
+        for n in (4096, 16384, 65536)
+        for mode in ("forward", "forward + backward")
+    ),
+    _memory(4096, "forward", "softmax, 8 heads", 30),
+    Target({"subject": "memory", "positions": 65536, "name": "ours"}, "saved_mb", 0.55 * 33.5),  # of the plain one's
+    Target({"subject": "memory", "name": "ours"}, "exponent", 1.05),
 )
 
 
