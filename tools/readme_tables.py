@@ -9,12 +9,12 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lineattn.cli.compare import markdown
+from lineattn.analysis.runs import paired_interval, verdict
+from lineattn.cli.compare import markdown, spread
 from lineattn.cli.demo.result import Method
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +116,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _origin(command: str, environment: dict[str, Any]) -> str:
-    commit = (environment["git"] or "unknown")[:10] + ("-dirty" if "dirty" in (environment["git"] or "") else "")
+    commit = re.sub(r"\b([0-9a-f]{10})[0-9a-f]+\b", r"\1", environment["git"] or "unknown")
     versions, native = environment["versions"], environment["native"]
     kernels = f", native kernels {native}" if native else ""
     return (
@@ -133,16 +133,47 @@ def finetune() -> str:
     for init in dict.fromkeys(run["init"] for run in found["runs"]):
         runs = [run for run in found["runs"] if run["init"] == init]
         points = ([run["start"]["val/acc1"] for run in runs], *zip(*(run["val/acc1"] for run in runs), strict=True))
-        shown = [_mean_std(values) for values in (points[0], points[1], points[-1])]
+        shown = [spread(list(values)) for values in (points[0], points[1], points[-1])]
         rows.append(dict(zip(rows[0], [f"KCLA, `init={init!r}`", *shown], strict=True)))
     return "\n\n".join([markdown(rows, list(rows[0])), _origin("`make finetune`", found["environment"])])
 
 
-def _mean_std(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+def study() -> str:
+    """Test accuracy on a few real images, and the paired difference from the plain network."""
+    found = _read("study")
+    plain = _by_seed(found["cells"][0])
+    rows = []
+    for cell in found["cells"]:
+        ours = _by_seed(cell)
+        rows.append(
+            {
+                "": cell["name"],
+                "test accuracy, %": spread(list(ours.values())),
+                "seeds": f"{len(ours)}" if len(ours) == cell["wanted"] else f"{len(ours)} of {cell['wanted']}",
+                "minus plain (95 % interval)": "" if cell is found["cells"][0] else _paired(ours, plain),
+                "parameters": f"{cell['params']:,}",
+                "MMACs": f"{cell['macs'] / 1e6:.1f}",
+            }
+        )
+    environment = found["environment"] | {"git": " and ".join(commit[:10] for commit in found["commits"])}
+    return "\n\n".join([markdown(rows, list(rows[0])), _origin("`make study`", environment)])
 
 
-TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune}
+def _by_seed(cell: dict[str, Any]) -> dict[int, float]:
+    return {run["seed"]: run["test/acc1"] for run in cell["runs"]}
+
+
+def _paired(ours: dict[int, float], theirs: dict[int, float]) -> str:
+    """The mean difference over common seeds; an interval, and a verdict, from five seeds on."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    differences = [ours[seed] - theirs[seed] for seed in seeds]
+    if len(seeds) < 5:
+        return f"{statistics.mean(differences):+.2f}, no test"
+    centre, low, high = paired_interval([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high)}"
+
+
+TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune, "study": study}
 SUBJECTS = ("scan", "memory", "decode")
 
 
@@ -160,7 +191,7 @@ def main(check: bool) -> int:
             block = f"{start}\n{table()}\n{end}"
         except FileNotFoundError as error:
             print(
-                f"README.md: {error.filename or error} is missing; `make results` and `make finetune` measure",
+                f"README.md: {error.filename or error} is missing; `make results`, `finetune` and `study` measure",
                 file=sys.stderr,
             )
             return 1

@@ -1,4 +1,4 @@
-"""Runs the small study of depth attention, and collects what its runs have found into results/study.json.
+"""Runs the small study of depth attention, and collects what its runs have found: results/study.json, docs/study.png.
 
 Usage: python tools/study.py FOLDER_OF_IMAGES OUT [--jobs 2] [--collect]
 
@@ -11,13 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lineattn.files import write_json
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lineattn.files import write_json, write_whole
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "study" / "cifar10_resnet20.yaml"
@@ -34,6 +38,18 @@ CELLS: dict[str, tuple[dict[str, str], int]] = {
     "kcla_drop_path": ({"model.attn": "kcla", "model.attn_args": "{head_dim: 16, drop_path: 0.2}"}, 3),
     "kcla_no_gate": ({"model.attn": "kcla_no_gate", "model.attn_args": f"{{{HEADS}}}"}, 3),
     "kcla_equal_temperatures": ({"model.attn": "kcla", "model.attn_args": f"{{{HEADS}, p: 1.0}}"}, 3),
+}
+NAMES = {
+    "none": "plain",
+    "mrla_light": "MRLA-light",
+    "kcla": "KCLA",
+    "layer_softmax": "standard layer attention",
+    "dla_light": "DLA-light",
+    "kcla_identity": "KCLA, `init='identity'`",
+    "kcla_temperature": "KCLA, learned temperatures",
+    "kcla_drop_path": "KCLA, drop path 0.2",
+    "kcla_no_gate": "KCLA without gate",
+    "kcla_equal_temperatures": "KCLA, all temperatures 1",
 }
 
 
@@ -60,7 +76,7 @@ def collect(out: Path) -> dict[str, Any]:
         runs = [{"seed": one["seed"]} | one["last"] for one in found if one]
         first = next((one for one in found if one), {})
         costs = {key: first.get(key) for key in ("params", "macs")}
-        cells.append({"cell": name, "settings": settings, "wanted": seeds, "runs": runs} | costs)
+        cells.append({"cell": name, "name": NAMES[name], "settings": settings, "wanted": seeds, "runs": runs} | costs)
     environments = [json.loads(path.read_text()) for path in sorted(out.glob("*/*/env.json"))]
     if not environments:
         raise SystemExit(f"{out}: no run here yet; run `make study`")
@@ -74,6 +90,26 @@ def _summary(folder: Path) -> dict[str, Any] | None:
     return found if found.get("status") == "done" else None
 
 
+def draw(cells: list[dict[str, Any]], path: Path) -> None:
+    """Test accuracy: a dot a seed, a line at their mean, a row a cell."""
+    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    cells = [cell for cell in cells if cell["runs"]]
+    for i, cell in enumerate(cells):
+        values = [run["test/acc1"] for run in cell["runs"]]
+        colour = "0.4" if cell["cell"] == "none" else "tab:orange" if cell["cell"].startswith("kcla") else "tab:blue"
+        axes.plot(values, [i] * len(values), "o", color=colour, alpha=0.6, markersize=6)
+        axes.plot([statistics.mean(values)] * 2, [i - 0.35, i + 0.35], color=colour, linewidth=2.5)
+        if cell["cell"] == "none":
+            axes.axvline(statistics.mean(values), color=colour, linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(cells)), [f"{cell['name'].replace('`', '')} ({len(cell['runs'])})" for cell in cells])
+    axes.invert_yaxis()
+    axes.set(xlabel="test top-1 accuracy, %", title="ResNet-20, 5,000 re-encoded CIFAR-10 images, 4 epochs (seeds)")
+    axes.grid(axis="x", alpha=0.3)
+    write_whole(path, lambda file: canvas.print_png(file))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("images", type=Path)
@@ -82,7 +118,9 @@ def main() -> int:
     parser.add_argument("--collect", action="store_true", help="train nothing")
     options = parser.parse_args()
     failed = 0 if options.collect else train(options.images, options.out, options.jobs)
-    write_json(ROOT / "results" / "study.json", collect(options.out))
+    found = collect(options.out)
+    write_json(ROOT / "results" / "study.json", found)
+    draw(found["cells"], ROOT / "docs" / "study.png")
     return 1 if failed else 0
 
 
