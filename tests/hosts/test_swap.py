@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -16,6 +18,7 @@ from lineattn.errors import InputError
 from lineattn.nn.sample.base import SampleAttention
 from lineattn.nn.sample.external import ExternalAttention
 from lineattn.nn.sample.sagan import SAGANAttention
+from lineattn.nn.sample.self_attention import SelfAttention
 from tests.hosts.nets import shake
 
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -72,7 +75,7 @@ def test_everything_else_stays(name: str):
     assert all(torch.equal(ours[key], theirs[key]) for key in kept)
     assert all(module.training for module in net.modules())
     net(X).square().sum().backward()
-    assert [n for n, p in net.named_parameters() if p.grad is None and "relative_position" not in n] == []
+    assert [n for n, p in net.named_parameters() if p.grad is None] == []
     net.eval()
     with torch.no_grad():
         torch.testing.assert_close(net(X)[:1], net(X[:1]), rtol=1e-4, atol=1e-5)
@@ -131,20 +134,97 @@ def test_parts_of_a_shifted_window_do_not_see_each_other():
         torch.testing.assert_close(a[-1, parts], block.attn.attention(x[-1:, parts])[0])
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_windows_of_one_part_spoil_no_gradient(training: bool, dropout: float):
+    """Parts that a window has not are sets without a position."""
+    net = swin().train(training)
+    swap(net, "layers.*.attn", "external_multihead", dropout=dropout)
+    net(X).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in net.parameters())
+
+
 def test_masks_of_torch_and_of_timm():
-    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    swap(net, "self_attn", "external_multihead")
-    net.eval()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     x, absent = torch.randn(2, 7, 16), torch.arange(7).expand(2, -1) >= 5
-    with torch.no_grad():
-        found = net(x, src_key_padding_mask=absent)
-        torch.testing.assert_close(found[:, :5], net(x[:, :5]))
+    for net, pattern in ((layer, "self_attn"), (nn.TransformerEncoder(layer, 2), "layers.*.self_attn")):
+        net = copy.deepcopy(net)
+        swap(net, pattern, "external_multihead")
+        net.eval()
+        with torch.no_grad():
+            found = net(x, src_key_padding_mask=absent)
+            torch.testing.assert_close(found[:, :5], net(x[:, :5]))
     block = vit().blocks[0]
     holder = nn.ModuleDict({"block": block})
     swap(holder, "block.attn", "external_multihead")
+    there = ~absent
+    pairs = there[:, None, :, None] & there[:, None, None]
+    added = torch.zeros(2, 1, 1, 7).masked_fill(absent[:, None, None], -torch.inf)
     with torch.no_grad():
-        found = block.eval()(x, attn_mask=~absent[:, None, None])
-        torch.testing.assert_close(found[:, :5], block(x[:, :5]))
+        for mask in (there[:, None, None], pairs, added):
+            found = block.eval()(x, attn_mask=mask)
+            torch.testing.assert_close(found[:, :5], block(x[:, :5]))
+        with pytest.raises(InputError, match="which positions see which"):
+            block(x, attn_mask=torch.ones(7, 7, dtype=torch.bool).tril()[None, None])
+
+
+def test_heads_are_those_of_what_is_replaced_again_and_again():
+    net = vit()
+    for method in ("external_multihead", "external_multihead", "self_attention", "external_multihead"):
+        swap(net, "blocks.*.attn", method)
+        assert net.blocks[0].attn.attention.heads == 2
+        assert not isinstance(net.blocks[0].attn.attention, nn.Sequential)
+
+
+def test_a_network_that_keeps_what_it_has_computed_keeps_numbers():
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.attn, self.table = nn.Conv2d(3, 8, 4, 4), SelfAttention(8, 2), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if self.table is None:
+                self.table = torch.zeros(x.shape[1:])
+            return self.attn(x + self.table)
+
+    net = Keeps()
+    report = swap(net, "attn", "external_multihead", example=X)
+    assert report.swapped[0].macs is not None and net.table is None
+    net(X)
+
+
+def test_all_or_nothing_and_one_module_of_two_names():
+    def attention(channels: int) -> nn.Module:
+        return nn.MultiheadAttention(channels, 2, batch_first=True)
+
+    net = nn.ModuleDict({"a": attention(32), "b": attention(48), "c": nn.MultiheadAttention(8, 2)})
+    before = str(net)
+    with pytest.raises(InputError, match="heads is 32"):
+        swap(net, "[ab]", "external_multihead", heads=32)
+    assert str(net) == before
+    shared = nn.ModuleDict({"a": net["a"], "b": net["a"]})
+    assert len(swap(shared, "*", "external_multihead").swapped) == 1
+    assert shared["a"] is shared["b"] and isinstance(shared["a"].attention, SampleAttention)
+    swap(net, "a", "external_multihead")  # whatever c is
+
+
+def test_the_seed_alone_decides_about_new_weights():
+    states = []
+    for example in (X, None):
+        torch.manual_seed(0)
+        net = vit()
+        torch.manual_seed(1)
+        swap(net, "blocks.*.attn", "external_multihead", example=example)
+        states.append(net.blocks[1].attn.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_without_an_image_to_guess_the_costs_are_left_out():
+    net = nn.Sequential(nn.Linear(8, 8), SelfAttention(8, 2))
+    assert "for MACs give example=" in str(swap(net, "1", "external_multihead"))
+    assert "MMACs at 7 positions" in str(swap(net, "1", "self_attention", example=torch.randn(1, 7, 8)))
+    assert "MMACs at 17 positions" in str(swap(vit(in_chans=1), "blocks.*.attn", "external_multihead"))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +233,11 @@ def test_masks_of_torch_and_of_timm():
         (vit, "nothing", "external", {}, "has no module 'nothing'; its attention: blocks.0.attn, blocks.1.attn"),
         (vit, "blocks.0", "external", {}, "'blocks.0' is a Block, no attention that can be replaced"),
         (vit, "blocks.*.attn", "kcla", {}, "unknown sample method 'kcla'"),
-        (vit, "blocks.*.attn", "sagan", {}, "is a residual block"),
+        (vit, "blocks.*.attn", "sagan", {}, "has a residual of its own"),
         (vit, "blocks.*.attn", "external_multihead", {"head": 2}, "did you mean 'heads'"),
         (DualHead, "attention", "external_multihead", {}, "has no residual"),
-        (lambda: nn.Sequential(nn.Linear(2, 2)), "0", "external", {}, "this network has none"),
+        (vit, "blocks.*.attn", "external", {"block": True}, "has a residual of its own"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "0", "external", {}, "none of its modules is an attention"),
         (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), "0", "external", {}, "batch_first=True"),
     ],
 )
@@ -233,6 +314,10 @@ def test_a_block_in_a_transformer_and_at_the_start_of_the_paper():
         (lambda: create_model("resnet20_cifar"), "external_multihead", "stages.2", {}, "has no residual"),
         (lambda: create_model("resnet20_cifar"), "external", "stages.2", {"slot": 3}, "did you mean 'slots'"),
         (swin, "external", "layers.0", {}, r"puts out \(B, H, W, C\)"),
+        (swin, "external", "patch_embed", {}, r"puts out \(B, H, W, C\)"),
+        (swin, "external", "layers.0.blocks.0.norm1", {}, r"puts out \(B, H, W, C\)"),
+        (lambda: create_model("resnet18"), "external", "layer4.1.relu", {}, "calls 'layer4.1.relu' 2 times"),
+        (lambda: create_model("resnet18"), "external", "layer4", {"block": False}, "leave out block=False"),
         (DualHead, "external", "body", {}, "no plan knows a DualHead"),
         (
             lambda: attach(create_model("resnet20_cifar"), "external", at="stages.2"),
@@ -251,9 +336,40 @@ def test_where_a_block_can_not_stand_is_said(make, method: str, at: str | None, 
 
 def test_a_module_that_is_walked_in_parts_is_never_called():
     host = attach(create_model("resnet20_cifar"), "kcla")
-    with pytest.raises(InputError, match="never calls"):
+    with pytest.raises(InputError, match=r"calls 'backbone\.stages\.2' never"):
         attach(host, "external", at="backbone.stages.2", example=X)
     assert not hasattr(host.backbone.stages, "external")
+
+
+SAVED = """
+import sys, torch
+net, x, before = torch.load(sys.argv[1], weights_only=False)
+for _ in range(9):
+    net.layer4[1].register_forward_hook(lambda *_: None)
+assert torch.equal(net(x), before)
+"""
+
+
+@pytest.mark.medium
+def test_a_saved_network_keeps_its_block_whatever_else_is_hooked(tmp_path):
+    net = shake(attach(create_model("resnet18"), "external", at="layer4.1", init="paper")).eval()
+    with torch.no_grad():
+        torch.save((net, X, net(X)), tmp_path / "net.pt")
+    subprocess.run([sys.executable, "-c", SAVED, str(tmp_path / "net.pt")], check=True)
+
+
+def test_an_output_that_can_not_be_compared_is_refused():
+    class Odd(DualHead):
+        def forward(self, x: Tensor) -> object:
+            return slice(super().forward(x))
+
+    class Boxed(DualHead):
+        def forward(self, x: Tensor) -> object:
+            return {"out": [super().forward(x), None, 3, "x"]}
+
+    attach(Boxed(), "external", at="body", example=X)
+    with pytest.raises(InputError, match="puts out a slice, which can't be compared"):
+        attach(Odd(), "external", at="body", example=X)
 
 
 def test_a_network_without_a_plan_is_proved_on_an_example():

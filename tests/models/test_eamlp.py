@@ -374,3 +374,24 @@ def test_compile() -> None:
         out.square().sum().backward()
         grads.append([out.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
     assert all((a - b).abs().max() < 1e-9 * (1 + a.abs().max()) for a, b in zip(*grads, strict=True))
+
+
+def test_checkpointing_changes_nothing_in_training() -> None:
+    nets = [fill(EAMLP(**SMALL, **STILL, norm_mlp="bn")).double().train() for _ in range(2)]
+    nets[1].set_grad_checkpointing()
+    for net in nets:
+        net(images()).square().sum().backward()
+    for (name, a), b in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    for (name, a), b in zip(nets[0].named_buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_weights_into_a_network_made_without_memory() -> None:
+    net = fill(EAMLP(**SMALL)).eval()
+    with torch.device("meta"):
+        empty = EAMLP(**SMALL)
+    twin = empty.to_empty(device="cpu").eval()
+    twin.load_state_dict(net.state_dict())
+    x = images(dtype=torch.float32)
+    assert torch.equal(twin(x), net(x))

@@ -140,13 +140,29 @@ def test_samples_are_independent(case: Case):
 
 
 @cases
-def test_masked_positions_are_as_if_they_were_not_there(case: Case):
-    module, x, mask = shaken(case.make()), tokens(), some_positions()
+@both_modes
+def test_masked_positions_are_as_if_they_were_not_there(case: Case, training: bool):
+    module, x, mask = shaken(case.make()).train(training), tokens(), some_positions()
+    if training and case.method == "external":  # both samples make the statistics
+        x[1], mask = x[0], mask[:1].expand(2, -1)
+        torch.testing.assert_close(module(x, mask)[:, : N - 4], module(x[:, : N - 4]), rtol=1e-12, atol=1e-12)
+        return
     whole = module(x, mask)
     torch.testing.assert_close(whole[:1, : N - 4], module(x[:1, : N - 4]), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(whole[1:], module(x[1:]), rtol=1e-12, atol=1e-12)
     on_map = module(x.mT.unflatten(2, SIZE), mask.unflatten(1, SIZE))
     torch.testing.assert_close(on_map.flatten(2).mT, whole, rtol=1e-12, atol=1e-12)
+
+
+@cases
+@both_modes
+def test_a_sample_without_positions_spoils_nothing(case: Case, training: bool):
+    module, x = shaken(case.make()).train(training), tokens().requires_grad_()
+    mask = torch.arange(N) < torch.tensor([[N], [0]])
+    out = module(x, mask)
+    inputs = [x, *module.parameters()]
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out[0].square().sum(), inputs, materialize_grads=True))
 
 
 @cases
@@ -260,8 +276,9 @@ def test_channels_in_the_wrong_place_are_refused(case: Case, shape: tuple[int, .
 
 @cases
 def test_a_mask_that_does_not_fit_is_refused(case: Case):
-    with pytest.raises(InputError, match="one a position"):
-        case.make()(tokens(), torch.ones(B, N + 1, dtype=torch.bool))
+    for x, shape in ((tokens(), (B, N + 1)), (torch.randn(B, C, *SIZE), (B, *SIZE[::-1]))):
+        with pytest.raises(InputError, match="one a position"):
+            case.make()(x, torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -271,6 +288,10 @@ def test_a_mask_that_does_not_fit_is_refused(case: Case):
         (Case("external"), {"norm": "l1"}, "norm is 'l1'"),
         (Case("external"), {"start": "same"}, "start is 'same'"),
         (Case("external"), {"init": "zero"}, "init is 'zero'"),
+        (Case("external"), {"tile": 0}, "tile is 0"),
+        (Case("sagan"), {"init": "zero"}, "init is 'zero'"),
+        (Case("double_attention"), {"init": "zero"}, "init is 'zero'"),
+        (Case("double_attention"), {"width": 0}, "width is 0"),
         (Case("external_multihead"), {"heads": 3}, "heads is 3"),
         (Case("external_multihead"), {"coef": 0}, "coef is 0"),
         (Case("external_multihead"), {"dropout": 1.0}, "dropout is 1.0"),
@@ -300,6 +321,19 @@ def test_aliased_memories_are_seen():
     module.memory.values = nn.Parameter(module.memory.keys.detach())
     with pytest.raises(AssertionError):
         check_memories_are_two(module)
+
+
+def test_folding_that_would_be_dearer_is_left_out():
+    """64 channels in 8 heads: with 64 slots a head, a folded head is eight times as wide as one of 8 channels."""
+    wide = registry.get("external_multihead").cls(64, 8)
+    assert wide.fuse().macs(1) == wide.macs(1) == 65_536
+    tiled = Case("external_multihead", {"heads": 2, "slots": 2, "tile": 3}).make()
+    assert tiled.fuse().memory.tile == 3
+
+
+def test_fused_after_the_norm_was_synchronised():
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(shaken(Case("external").make()))
+    assert isinstance(module.norm, nn.SyncBatchNorm) and module.fuse().macs(1) < module.macs(1)
 
 
 def test_dropout_is_for_training():

@@ -38,7 +38,8 @@ def arguments(form: str = "one head", positions: int = N) -> tuple[Tensor, Tenso
 
 
 def some_positions() -> Tensor:
-    return torch.arange(N) < torch.tensor([[N - 2], [N]])
+    """Of one sample some positions, of the other none."""
+    return torch.arange(N) < torch.tensor([[N - 2], [0]])
 
 
 @cases
@@ -59,7 +60,7 @@ def test_values_and_gradients_are_those_of_the_two_step_formula(form: str, norm:
 @cases
 def test_derivatives(form: str, norm: str, tile: int | None, masked: bool):
     def attention(*given: Tensor) -> Tensor:
-        return external_attention(*given, mask=some_positions()[:, -4:] if masked else None, norm=norm, tile=tile)
+        return external_attention(*given, mask=some_positions()[:, 2:6] if masked else None, norm=norm, tile=tile)
 
     assert gradcheck(attention, arguments(form, 4))
     assert gradgradcheck(attention, arguments(form, 4), fast_mode=True)
@@ -271,3 +272,30 @@ def test_what_does_not_fit_is_said(change: dict, message: str):
     given = {"query": query, "keys": keys, "values": values} | change
     with pytest.raises(InputError, match=message):
         memory.external_attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": "slots"}, "norm is 'slots'"),
+        ({"logits": torch.zeros(N, M)}, "logits"),
+        ({"mask": torch.ones(1, N, dtype=torch.bool)}, "one a position"),
+    ],
+    ids=["norm", "logits", "mask"],
+)
+def test_what_is_not_normalised_is_said(change: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        double_normalisation(**({"logits": torch.zeros(B, N, M)} | change))
+
+
+def test_double_precision_stays_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert external_attention(*arguments()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("tile", [1, 3])
+def test_a_map_in_tiles_lies_in_memory_as_the_map_does(tile: int):
+    query, keys, values = arguments("map")
+    assert (
+        external_attention(query, keys, values, tile=tile).stride() == external_attention(query, keys, values).stride()
+    )

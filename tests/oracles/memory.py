@@ -10,7 +10,8 @@ def double_normalisation(logits: Tensor, mask: Tensor | None = None, epsilon: fl
     weights = (logits - logits.max()).exp()
     if mask is not None:
         weights = weights * mask.reshape(*mask.shape, *[1] * (logits.ndim - 2))
-    over_positions = weights / weights.sum(1, keepdim=True)
+    columns = weights.sum(1, keepdim=True)
+    over_positions = weights / (columns + (columns == 0))
     sums = over_positions.sum(-1, keepdim=True)
     if mask is not None:
         sums = sums + (sums == 0)

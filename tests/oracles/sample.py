@@ -57,7 +57,7 @@ def external(module: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def external_multihead(module: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     query = apply(x, module.query)
-    query = query.reshape(*x.shape[:2], module.heads, -1)
+    query = query.reshape(*x.shape[:2], -1, module.channels // module.heads)
     out = attended(module, query, mask) + module.memory.value_bias
     return apply(out.reshape(*x.shape[:2], -1), module.project)
 

@@ -93,7 +93,14 @@ def attach(
         >>> net.stages[2].external.memory
         ExternalMemory((16, 64), norm='log', start='equal')
     """
-    cls, name = (registry.get(method).cls, method) if isinstance(method, str) else (method, method.__name__)
+    cls = registry.get(method).cls if isinstance(method, str) else method
+    name = (
+        method
+        if isinstance(method, str)
+        else next(
+            (card.name for card in map(registry.get, registry.list_methods()) if card.cls is method), method.__name__
+        )
+    )
     if not isinstance(net, nn.Module):
         raise InputError(
             f"the network is a {type(net).__name__}; give a torch.nn.Module, or use create_model for names"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lineattn.errors import InputError, unknown
 from lineattn.hosts import plans
 from lineattn.hosts.probe import evaluating, make_probe, same_draws
-from lineattn.hosts.step import NHWC
 from lineattn.nn.depth.base import Init
 from lineattn.nn.sample.base import SampleAttention
 
@@ -34,7 +33,7 @@ def insert(
 
     The block becomes the module's child called ``name``, so that all other parameters keep their names and weights of
     the network load as before. The network is run on a small input without and with it: where its output changes, or
-    the module isn't called, it is left as it was.
+    the module isn't called just once, it is left as it was.
 
     Raises:
         InputError: See `lineattn.attach`.
@@ -46,8 +45,12 @@ def insert(
     modules = dict(net.named_modules())
     if at not in modules or not at:
         raise unknown(f"module of {type(net).__name__}", at, [path for path in modules if path.count(".") < 2 and path])
-    if isinstance(getattr(modules[at], name, None), SampleAttention):
-        raise InputError(f"{at!r} has {name} behind it already")
+    if hasattr(modules[at], name):
+        raise InputError(f"{at!r} has something called {name!r} already; give another module")
+    known = inspect.signature(cls).parameters.keys() - {"channels", "init"}
+    for key in method_args:
+        if key not in known:
+            raise unknown(f"argument of {name}", key, known)
     if copy:
         net = copying.deepcopy(net)
     place: Any = net.get_submodule(at)
@@ -59,25 +62,16 @@ def insert(
     else:
         raise InputError(f"no plan knows a {type(net).__name__}; give example=, an input, for {name} to be proved on")
     before, out = _run(net, place, probe)
-    last = plan is not None and any(
-        step.maps is NHWC and f"{step.path}.".startswith(f"{at}.") for step in plan.steps(net)
-    )
-    if not isinstance(out, Tensor) or out.ndim not in (3, 4) or (last and out.ndim == 4):
-        kind = (
-            f"a {type(out).__name__}" if not isinstance(out, Tensor) else "(B, H, W, C)" if last else tuple(out.shape)
-        )
-        raise InputError(f"{at!r} puts out {kind}; a block stands behind (B, C, H, W) or (B, N, C)")
-    known = inspect.signature(cls).parameters.keys() - {"channels", "init"}
-    for key in method_args:
-        if key not in known:
-            raise unknown(f"argument of {name}", key, known)
+    _refuse_odd(out, at, probe)
     given: dict[str, Any] = {"init": init, **method_args}
     block = cls(out.shape[1] if out.ndim == 4 else out.shape[2], **given)
-    block.to(device=out.device, dtype=next(net.parameters()).dtype).train(place.training)
+    if not block.residual:
+        raise InputError(f"{name} behind {at!r} has to be a block; leave out block=False")
+    block.to(device=out.device, dtype=out.dtype).train(place.training)
     with _undone_if_refused(place, name):
         place.add_module(name, block)
         if not isinstance(place, nn.Sequential):  # which calls its children one behind the other
-            place.register_forward_hook(_Behind(name))
+            _Behind(name).register(place)
         behind, _ = _run(net, block, probe)
         if init == "identity" and not _same(before, behind):
             act = "; there are negative numbers, so leave out its ReLU with act=False" if bool((out < 0).any()) else ""
@@ -90,6 +84,10 @@ class _Behind:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def register(self, module: nn.Module) -> None:
+        # Held, since a handle that is loaded keeps its number from being given to another hook.
+        self.handle = module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, _args: object, out: Tensor) -> Tensor:
         return module.get_submodule(self.name)(out)
@@ -116,15 +114,37 @@ def _run(net: nn.Module, module: nn.Module, probe: Tensor) -> tuple[Any, Any]:
             logits = net(probe)
     finally:
         hook.remove()
-    if not outs:
+    if len(outs) != 1:
         path = next(path for path, other in net.named_modules() if other is module)
-        raise InputError(f"{type(net).__name__} never calls {path!r}; give a module that its forward calls")
+        times = "never" if not outs else f"{len(outs)} times"
+        raise InputError(f"{type(net).__name__} calls {path!r} {times}; give a module that its forward calls once")
     return logits, outs[0]
 
 
+def _refuse_odd(out: Any, at: str, probe: Tensor) -> None:
+    """What is no map and no tokens; a map with its channels last is seen by its rows and columns, which are the
+    input's in another size."""
+    kind = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    if isinstance(out, Tensor) and out.ndim == 4 and probe.ndim == 4:
+        (_, a, b, c), (rows, columns) = out.shape, probe.shape[2:]
+        if a * columns == b * rows and b * columns != c * rows:
+            kind, out = f"(B, H, W, C), {kind}", None
+    if not isinstance(out, Tensor) or out.ndim not in (3, 4):
+        raise InputError(f"{at!r} puts out {kind}; a block stands behind (B, C, H, W) or (B, N, C)")
+
+
 def _same(a: Any, b: Any) -> bool:
+    """Whether two outputs of a network are the same, number for number.
+
+    Raises:
+        InputError: They are of a kind that can't be compared.
+    """
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
     if isinstance(a, Mapping):
-        return all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return all(map(_same, a, b))
-    return not isinstance(a, Tensor) or torch.equal(a, b)
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, Sequence) and not isinstance(a, str):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if a is None or isinstance(a, str | int | float):
+        return a == b
+    raise InputError(f"the network puts out a {type(a).__name__}, which can't be compared; give init='paper'")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from lineattn import registry
 from lineattn.errors import InputError, unknown
-from lineattn.hosts.probe import evaluating
 from lineattn.hosts.step import loaded
 from lineattn.nn.sample.base import SampleAttention
-from lineattn.nn.sample.self_attention import SelfAttention
+from lineattn.nn.sample.self_attention import self_attention_macs
 
 _FAR = 2**24  # positions; a method that is dearer there is dearer everywhere
 
@@ -31,8 +30,7 @@ class Swapped:
         path: The module's name in the network.
         was: What stood there.
         params: Parameters before and behind.
-        windows: Windows of an image, or 1; ``None`` where not known.
-        positions: Positions of each, ``None`` where not known.
+        at: Positions that an image is attended at, as text; empty where not known.
         macs: Multiply-accumulates for one image before and behind, ``None`` where the positions are not known.
         even: Positions from which on the new one is no dearer, ``None`` where it always or never is.
         hint: What would make it cheaper.
@@ -41,8 +39,7 @@ class Swapped:
     path: str
     was: str
     params: tuple[int, int]
-    windows: int | None = None
-    positions: int | None = None
+    at: str = ""
     macs: tuple[int, int] | None = None
     even: int | None = None
     hint: str = ""
@@ -61,15 +58,14 @@ class SwapReport:
             before, behind = one.params
             line = f"  {one.path} ({one.was}): {before:,} -> {behind:,} parameters"
             if one.macs is not None:
-                of = f"{one.windows} x {one.positions}" if one.windows != 1 else f"{one.positions}"
-                line += f", {one.macs[0] / 1e6:,.1f} -> {one.macs[1] / 1e6:,.1f} MMACs at {of} positions"
+                line += f", {one.macs[0] / 1e6:,.1f} -> {one.macs[1] / 1e6:,.1f} MMACs at {one.at} positions"
             lines.append(line)
         before, behind = (sum(one.params[i] for one in self.swapped) for i in (0, 1))
         total = f"in all {before:,} -> {behind:,} parameters"
         costs = [one.macs for one in self.swapped if one.macs is not None]
         if costs:
             total += f", {sum(a for a, _ in costs) / 1e6:,.1f} -> {sum(b for _, b in costs) / 1e6:,.1f} MMACs an image"
-        lines.append(total)
+        lines.append(total if costs else f"{total}; for MACs give example=, an input of the network")
         dear = next((one for one in self.swapped if one.macs and one.macs[1] > one.macs[0]), None)
         if dear is not None:
             until = f"below {dear.even:,} positions" if dear.even else "at any number of positions"
@@ -109,120 +105,148 @@ def swap(net: nn.Module, pattern: str, method: str, *, example: Tensor | None = 
           blocks.0.attn (Attention): 148,224 -> 107,264 parameters, 44.1 -> 33.9 MMACs at 197 positions
         in all 148,224 -> 107,264 parameters, 44.1 -> 33.9 MMACs an image
     """
-    card = registry.get(method, axis="sample")
-    known = inspect.signature(card.cls).parameters
+    cls = registry.get(method, axis="sample").cls
+    known = inspect.signature(cls).parameters
     for key in method_args:
         if key not in known or key == "channels":
             raise unknown(f"argument of {method}", key, known.keys() - {"channels"})
-    places = list(_places(net, pattern))
-    seen = _positions(net, [path for path, _ in places], example)
-    swapped = []
-    for path, place in places:
-        build = _builder(card.cls, place, method_args)
-        old, new = net.get_submodule(path), build(**method_args)
-        like = next(net.parameters())
-        module = place.wrap(new).to(device=like.device, dtype=like.dtype).train(old.training)
-        net.set_submodule(path, module)
-        report = Swapped(path, type(old).__name__, (_count(old), _count(module)))
-        swapped.append(_with_cost(report, place, new, build, method_args, *seen[path]) if path in seen else report)
+    places = _places(net, pattern)
+    calls = _calls(net, [place.path for place in places], example)
+    new, swapped = [], []
+    for place in places:  # all are built before the first is exchanged
+        arguments = _arguments(cls, place, method_args)
+        attention = cls(place.channels, **arguments)
+        if attention.residual != place.residual:
+            has, what = ("a residual", "has one already") if attention.residual else ("no residual", "needs one")
+            raise InputError(f"{method} has {has} of its own, and the place of {place.path!r} {what}")
+        like = next(place.module.parameters(), next(net.parameters()))
+        new.append(place.adapter(attention).to(device=like.device, dtype=like.dtype).train(place.module.training))
+        params = _count(place.module), _count(new[-1])
+        report = Swapped(place.path, type(place.module).__name__, params)
+        if place.path in calls:
+            report = _with_cost(report, cls, arguments, place, calls[place.path])
+        swapped.append(report)
+    for place, module in zip(places, new, strict=True):
+        for name in place.names:
+            net.set_submodule(name, module)
+    for module in net.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # a short cut around its layers, with weights that it takes from them
     return SwapReport(method, tuple(swapped))
 
 
 class _Place(NamedTuple):
-    """What has to be known of a module to replace it: its width and heads, its cost, and how it is called."""
+    """An attention of the network, and what has to be known to replace it."""
 
+    names: list[str]
+    module: nn.Module
     channels: int
     heads: int | None
     residual: bool
     macs: Callable[[int], int]
-    wrap: Callable[[SampleAttention], nn.Module]
+    adapter: Callable[[SampleAttention], nn.Module]
+
+    @property
+    def path(self) -> str:
+        return self.names[0]
 
 
-def _places(net: nn.Module, pattern: str) -> Iterator[tuple[str, _Place]]:
-    names = [name for name, _ in net.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
-    attentions = [name for name, module in net.named_modules() if name and _place(module) is not None]
-    if not names:
-        has = f"; its attention: {', '.join(attentions[:6])}" if attentions else "; none of its modules is an attention"
-        raise InputError(f"{type(net).__name__} has no module {pattern!r}{has}")
+def _places(net: nn.Module, pattern: str) -> list[_Place]:
+    """The attention modules that fit, each once, with all its names."""
+    everything = [(name, module) for name, module in net.named_modules(remove_duplicate=False) if name]
+    attentions = list(dict.fromkeys(name for name, module in everything if _is_attention(module)))
+    has = f"its attention: {', '.join(attentions[:6])}" if attentions else "none of its modules is an attention"
+    names: dict[nn.Module, list[str]] = {}
     found: list[str] = []
-    for name in names:
-        if any(name.startswith(f"{outer}.") for outer in found):
-            continue  # a part of what is replaced
-        module = net.get_submodule(name)
-        place = _place(module)
-        if place is None:
-            has = f"this network has {', '.join(attentions[:6])}" if attentions else "this network has none"
+    for name, module in everything:
+        if not fnmatch.fnmatchcase(name, pattern) or any(name.startswith(f"{outer}.") for outer in found):
+            continue  # another, or a part of what is replaced
+        if not _is_attention(module):
             raise InputError(
-                f"{name!r} is a {type(module).__qualname__}, no attention that can be replaced (those of timm's vision "
-                f"transformers and Swin, torch.nn.MultiheadAttention, our own); {has}"
+                f"{name!r} is a {type(module).__qualname__}, no attention that can be replaced (timm's Attention and "
+                f"WindowAttention, torch.nn.MultiheadAttention, our own); of this network, {has}"
             )
         found.append(name)
-        yield name, place
+        names.setdefault(module, []).append(name)
+    if not names:
+        raise InputError(f"{type(net).__name__} has no module {pattern!r}; {has}")
+    return [_place(held, module) for module, held in names.items()]
 
 
-def _place(module: nn.Module) -> _Place | None:
-    if isinstance(module, SampleAttention):
-        heads = getattr(module, "heads", None)
-        return _Place(module.channels, heads, module.residual, module.macs, lambda new: new)
-    for kind, adapter in (
-        (loaded("timm.layers.attention", "Attention"), _InTimm),
-        (loaded("timm.models.swin_transformer", "WindowAttention"), _InSwin),
-        ((nn.MultiheadAttention,), _InTorch),
-    ):
-        if isinstance(module, kind):
-            channels, heads = _width(module)
-            return _Place(channels, heads, False, SelfAttention(channels, 1).macs, adapter)
-    return None
+def _adapter(module: nn.Module) -> type[nn.Module] | None:
+    """What stands between a network's way to call its attention and ours."""
+    if isinstance(module, loaded("timm.layers.attention", "Attention")):
+        return _InTimm
+    if isinstance(module, loaded("timm.models.swin_transformer", "WindowAttention")):
+        return _InSwin
+    return _InTorch if isinstance(module, nn.MultiheadAttention) else None
 
 
-def _width(module: Any) -> tuple[int, int]:
-    """Channels and heads of a self-attention that is as wide at its end as at its beginning."""
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, SampleAttention | _InTimm | _InSwin | _InTorch) or _adapter(module) is not None
+
+
+def _place(names: list[str], module: Any) -> _Place:
+    """Raises InputError where the module is no self-attention of one width."""
+    ours = getattr(module, "attention", module)
+    if isinstance(ours, SampleAttention):
+        adapter = (lambda new: new) if ours is module else type(module)
+        return _Place(names, module, ours.channels, getattr(ours, "heads", None), ours.residual, ours.macs, adapter)
     if isinstance(module, nn.MultiheadAttention):
         if not module.batch_first or module.kdim != module.embed_dim or module.vdim != module.embed_dim:
             raise InputError(
-                "a torch.nn.MultiheadAttention is replaced where it is a self-attention with batch_first=True"
+                f"{names[0]!r}: a torch.nn.MultiheadAttention is replaced where it is a self-attention with "
+                "batch_first=True"
             )
-        return module.embed_dim, module.num_heads
-    channels, out = module.qkv.in_features, module.proj.out_features
-    if channels != out:
-        raise InputError(f"an attention from {channels} to {out} channels can't be replaced: it is no self-attention")
-    return channels, module.num_heads
+        channels, heads = module.embed_dim, module.num_heads
+    else:
+        channels, heads = module.qkv.in_features, module.num_heads
+        if channels != module.proj.out_features:
+            raise InputError(
+                f"{names[0]!r}: an attention from {channels} to {module.proj.out_features} channels can't be replaced"
+            )
+    adapter = _adapter(module)
+    assert adapter is not None
+    return _Place(names, module, channels, heads, False, partial(self_attention_macs, channels), adapter)
 
 
-def _builder(cls: type[SampleAttention], place: _Place, given: dict[str, Any]) -> Callable[..., SampleAttention]:
-    """The method's constructor for a place; a method that is a block has its core where there is a residual already."""
+def _arguments(cls: type[SampleAttention], place: _Place, given: dict[str, Any]) -> dict[str, Any]:
+    """With the heads of the place; where there is a residual already, a block that has a core is that."""
     known = inspect.signature(cls).parameters
-    more: dict[str, Any] = {"heads": place.heads} if "heads" in known and place.heads and "heads" not in given else {}
-    if cls.residual and not place.residual:
-        if "block" not in known:
-            raise InputError(f"{cls.__name__} is a residual block, and a transformer's attention has no residual")
+    more: dict[str, Any] = {}
+    if "heads" in known and place.heads:
+        more["heads"] = place.heads
+    if "block" in known and not place.residual:
         more["block"] = False
-    if place.residual and not cls.residual:
-        raise InputError(f"{cls.__name__} has no residual, and what it would replace is a residual block")
-    return lambda **arguments: cls(place.channels, **(more | arguments))
+    return more | given
 
 
 def _with_cost(
-    report: Swapped,
-    place: _Place,
-    new: SampleAttention,
-    build: Callable[..., SampleAttention],
-    given: dict[str, Any],
-    windows: int,
-    positions: int,
-    passes: int,
+    report: Swapped, cls: type[SampleAttention], arguments: dict[str, Any], place: _Place, calls: list[_Call]
 ) -> Swapped:
-    times = windows * passes
-    macs = (windows * place.macs(positions), times * new.macs(positions))
+    def build(**other: Any) -> SampleAttention:
+        with torch.device("meta"):  # draws no random numbers
+            return cls(place.channels, **(arguments | other))
+
+    def total(attention: SampleAttention) -> int:
+        return sum(call.windows * call.passes * attention.macs(call.positions) for call in calls)
+
+    new, passes = build(), calls[0].passes
+    macs = (sum(call.windows * place.macs(call.positions) for call in calls), total(new))
     even, hint = None, ""
     if macs[1] > macs[0]:
-        if new.macs(_FAR) <= place.macs(_FAR):
-            even = _first(lambda n: new.macs(n) <= place.macs(n))
-        if given.get("coef", 4) != 1 and "coef" in inspect.signature(type(new)).parameters:
-            cheaper = times * build(**(given | {"coef": 1, "slots": given.get("slots", 64)})).macs(positions)
-            hint = f"; with coef=1, slots={given.get('slots', 64)} there would be {cheaper / 1e6:,.1f} MMACs"
-        hint += f"; fused for evaluation it has {times * new.fuse().macs(positions) / 1e6:,.1f} MMACs"
-    return Swapped(report.path, report.was, report.params, windows, positions, macs, even, hint)
+        if passes * new.macs(_FAR) <= place.macs(_FAR):
+            even = _first(lambda n: passes * new.macs(n) <= place.macs(n))
+        if "coef" in inspect.signature(cls).parameters:
+            slots = arguments.get("slots", 64)
+            cheaper = total(build(coef=1, slots=slots))
+            if cheaper < macs[1]:
+                hint = f"; with coef=1, slots={slots} there would be {cheaper / 1e6:,.1f} MMACs"
+        folded = total(new.fuse())
+        if folded < macs[1]:
+            hint += f"; fused for evaluation it has {folded / 1e6:,.1f} MMACs"
+    at = ", ".join(dict.fromkeys(call.text for call in calls))
+    return Swapped(report.path, report.was, report.params, at, macs, even, hint)
 
 
 def _first(holds: Callable[[int], bool]) -> int:
@@ -234,32 +258,50 @@ def _first(holds: Callable[[int], bool]) -> int:
     return high
 
 
-def _positions(net: nn.Module, paths: list[str], example: Tensor | None) -> dict[str, tuple[int, int, int]]:
-    """Windows, positions in each, and how often each is attended, for one image; nothing is computed."""
-    found: dict[str, tuple[int, int, int]] = {}
+class _Call(NamedTuple):
+    """One call of an attention for one image: how many windows, how many positions in each, and how often each is
+    gone through by a method without keys."""
+
+    windows: int
+    positions: int
+    passes: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.positions}" if self.windows == 1 else f"{self.windows} x {self.positions}"
+
+
+def _calls(net: nn.Module, paths: list[str], example: Tensor | None) -> dict[str, list[_Call]]:
+    """What the modules are called with for one image; of a copy of the network, which computes nothing."""
+    found: dict[str, list[_Call]] = {}
 
     def note(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["query"]
-            passes = 1 if kwargs.get("mask") is None else _InSwin.parts
-            found[path] = x.shape[0], x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3], passes
+            windowed = isinstance(module, _InSwin) or _adapter(module) is _InSwin
+            passes = _InSwin.parts if windowed and kwargs.get("mask") is not None else 1
+            positions = x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3]
+            found.setdefault(path, []).append(_Call(x.shape[0], positions, passes))
 
         return hook
 
-    hooks = [net.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True) for path in paths]
-    shape = (1, 3, *_size(net)) if example is None else (1, *example.shape[1:])
+    if example is None:
+        first = next((module for module in net.modules() if isinstance(module, nn.Conv2d)), None)
+        if first is None:
+            return {}
+        example = torch.empty(1, first.in_channels, *_size(net), dtype=first.weight.dtype, device="meta")
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in net.buffers()}
+    memo |= {id(parameter): nn.Parameter(parameter.to("meta")) for parameter in net.parameters()}
+    twin = copy.deepcopy(net, memo).eval()
+    for path in paths:
+        twin.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True)
     try:
-        with FakeTensorMode(), torch.no_grad(), evaluating(net):
-            tensors = {
-                n: torch.empty(t.shape, dtype=t.dtype) for n, t in (*net.named_parameters(), *net.named_buffers())
-            }
-            dtype = next(net.parameters()).dtype if example is None else example.dtype
-            functional_call(net, tensors, (torch.empty(shape, dtype=dtype),))
-    except Exception:  # anybody's code, on an image of a size that is guessed: the costs are left out
+        with torch.no_grad(), torch.device("meta"):
+            twin(example[:1].to("meta"))
+    except (
+        Exception
+    ):  # anybody's code, on an image of a size that is guessed: the costs are left out, as the report says
         return {}
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
@@ -283,12 +325,20 @@ class _InTimm(nn.Module):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         _refuse_causal(self.attention, is_causal)
-        if attn_mask is not None:
-            # Of positions that exist, as timm makes it for images of many sizes: the same for each query.
-            if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
-                raise _no_pairs(self.attention, attn_mask)
-            attn_mask = attn_mask[:, 0, 0]
-        return self.attention(x, attn_mask)
+        return self.attention(x, None if attn_mask is None else self._positions(attn_mask))
+
+    def _positions(self, mask: Tensor) -> Tensor:
+        """``(B, N)`` of ``(B, 1, 1, N)``, or of pairs of positions that exist, ``(B, 1, N, N)``, as timm makes them for
+        images of many sizes: of booleans, or added to logits."""
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        if mask.ndim != 4 or mask.shape[1] != 1:
+            raise _no_pairs(self.attention, mask)
+        if mask.shape[2] == 1:
+            return seen[:, 0, 0]
+        there = seen[:, 0].any(1)
+        if not torch.compiler.is_compiling() and not torch.equal(seen[:, 0], there[:, :, None] & there[:, None]):
+            raise _no_pairs(self.attention, mask)
+        return there
 
 
 class _InSwin(nn.Module):
@@ -299,6 +349,9 @@ class _InSwin(nn.Module):
     def __init__(self, attention: SampleAttention) -> None:
         super().__init__()
         self.attention = attention
+
+    def set_window_size(self, window_size: object) -> None:
+        """timm calls it for images of another size; nothing here depends on it."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Attention, DropPath, Mlp, trunc_normal_  # pyright: ignore[reportPrivateImportUsage]
-from timm.models import build_model_with_cfg, checkpoint_seq, register_model, resolve_pretrained_cfg
+from timm.models import build_model_with_cfg, register_model, resolve_pretrained_cfg
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
+from lineattn.hosts.checkpointing import checkpointed
 from lineattn.nn.sample.external import ExternalMemory, MemoryNorm
 from lineattn.nn.sample.external_multihead import MultiHeadExternalAttention
 
@@ -223,6 +224,7 @@ class EAMLP(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         tokens = 1 + (height // STRIDE) * (width // STRIDE)
         self.register_buffer("pos_embed", sinusoid_table(tokens, embed_dim)[None], persistent=False)
+        self.register_load_state_dict_post_hook(_restore_table)
         self.pos_drop = nn.Dropout(drop_rate)
 
         def attention() -> nn.Module:
@@ -265,7 +267,8 @@ class EAMLP(nn.Module):
         first = self.cls_token.expand(x.shape[0], -1, -1)  # not len(x), which a graph for any batch can't hold
         x = torch.cat((first, x), 1) + self.pos_embed
         x = self.pos_drop(x)
-        x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x)
+        for block in self.blocks:
+            x = checkpointed(block, [block], x) if self.grad_checkpointing and self.training else block(x)
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -313,6 +316,12 @@ def sinusoid_table(positions: int, width: int) -> Tensor:
     period = 10000 ** (2 * (place // 2).double() / width)
     angle = torch.arange(positions)[:, None] / period
     return torch.where(place % 2 == 0, angle.sin(), angle.cos()).to(torch.get_default_dtype())
+
+
+def _restore_table(net: nn.Module, _keys: object) -> None:
+    """A network that was made without memory gets its table with its weights, which hold none."""
+    assert isinstance(net, EAMLP)
+    net.pos_embed = sinusoid_table(net.pos_embed.shape[1], net.embed_dim)[None].to(net.cls_token)
 
 
 def _classifier(width: int, num_classes: int) -> nn.Module:

@@ -23,7 +23,7 @@ attention. Sums, logarithms and weights are float32 at least, whatever the type 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -56,10 +56,12 @@ def external_attention(
         query: :math:`q`, ``(B, N, C)``, or ``(B, N, h, D)`` for heads.
         keys: :math:`k`, the memory's keys, ``(M, C)``; for heads ``(M, D)``, the same for all, or ``(h, M, D)``.
         values: :math:`v`, the memory's values, as many as keys; of any width.
-        mask: Positions that exist, ``(B, N)``, of booleans; others are in no sum, and get zeros.
+        mask: Positions that exist, ``(B, N)``, of booleans; others are in no sum, and get zeros. They must be finite
+            all the same.
         norm: ``log``, exact, or ``official``, as published.
         tile: Positions at a time, in two passes over them: no map of logits of more positions than that is ever there.
-            The result is the same. All of them if not given.
+            The result is the same. All of them if not given; compiled, and where the gradient is differentiated again,
+            it is all of them too.
 
     Returns:
         ``(B, N, C)``, or ``(B, N, h, D)``, with the width of the values.
@@ -73,7 +75,7 @@ def external_attention(
     """
     _check(query, keys, values, mask, norm, tile)
     lowered = autocast_dtype(query.device)
-    if lowered is not None:
+    if lowered is not None and query.dtype != torch.float64:  # which autocast leaves alone
         query, keys, values = query.to(lowered), keys.to(lowered), values.to(lowered)
     with no_autocast(query.device):
         if torch.compiler.is_compiling():
@@ -99,8 +101,12 @@ def double_normalisation(logits: Tensor, *, mask: Tensor | None = None, norm: No
         >>> torch.allclose(alpha.sum(-1), torch.ones(2, 50))
         True
     """
+    if logits.ndim not in (3, 4):
+        raise InputError(f"logits {_size(logits)}: they must be (B, N, M), or for heads (B, N, h, M)")
+    check_norm(norm)
+    check_mask(mask, logits.shape[:2])
     there = _column(mask, logits)
-    return _weights(logits, _log_sums(logits, there), there, norm).to(logits.dtype)
+    return _weights(logits, _finite(_log_sums(logits, there), there), there, norm).to(logits.dtype)
 
 
 class _ExternalAttention(torch.autograd.Function):
@@ -122,11 +128,12 @@ class _ExternalAttention(torch.autograd.Function):
         lse = _log_sums(logits(spans[0]), _at(mask, spans[0]))
         for at in spans[1:]:
             lse = torch.logaddexp(lse, _log_sums(logits(at), _at(mask, at)))
+        lse = _finite(lse, mask)
 
         def attended(at: slice) -> Tensor:
             return products(_weights(logits(at), lse, _at(mask, at), norm).to(values.dtype), values)
 
-        return _joined(spans, attended), lse
+        return _joined(spans, attended, query), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -137,47 +144,71 @@ class _ExternalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, mask, lse = ctx.saved_tensors
-        grad, _ = grads
-        spans = _spans(query, ctx.tile)
-        if torch.is_grad_enabled():  # to be differentiated again, and what was saved hangs on nothing
-            lse = _log_sums(products(query, keys.mT), mask)
+        with no_autocast(query.device):
+            return *_gradients(query, keys, values, mask, lse, grads[0], ctx.norm, ctx.tile), None, None, None
 
-        def compute(at: slice) -> tuple[Tensor, Tensor, Tensor]:
-            there, logits = _at(mask, at), products(query[:, at], keys.mT)
-            alpha = _weights(logits, lse, there, ctx.norm)
-            g = products(grad[:, at], values.mT).to(alpha.dtype)
-            return alpha, _filled((logits - lse).exp(), there), alpha * (g - (alpha * g).sum(-1, keepdim=True))
 
-        weights = _once(spans, compute)
-        sums = torch.zeros_like(lse)
-        grad_values, grad_keys = (torch.zeros_like(memory, dtype=lse.dtype) for memory in (values, keys))
-        for at in spans:
-            alpha, _, h = weights(at)
-            sums = sums + h.sum(1, keepdim=True)
-            grad_values = grad_values + _over_positions(alpha.to(grad.dtype), grad[:, at], values)
+def _gradients(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    lse: Tensor,
+    grad: Tensor,
+    norm: Norm,
+    tile: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spans = _spans(query, tile)
+    if torch.is_grad_enabled():  # to be differentiated again, and what was saved hangs on nothing
+        lse = _finite(_log_sums(products(query, keys.mT), mask), mask)
 
-        def grad_query(at: slice) -> Tensor:
-            nonlocal grad_keys
-            _, over_positions, h = weights(at)
-            grad_logits = (h - over_positions * sums).to(query.dtype)
-            grad_keys = grad_keys + _over_positions(grad_logits, query[:, at], keys)
-            return products(grad_logits, keys)
+    def compute(at: slice) -> tuple[Tensor, Tensor, Tensor]:
+        there, logits = _at(mask, at), products(query[:, at], keys.mT)
+        alpha = _weights(logits, lse, there, norm)
+        g = products(grad[:, at], values.mT).to(alpha.dtype)
+        over_positions = _filled(_shifted(logits, lse, there).exp(), there)
+        return alpha, over_positions, alpha * (g - (alpha * g).sum(-1, keepdim=True))
 
-        query_grad = _joined(spans, grad_query)
-        return query_grad, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None, None
+    weights = _once(spans, compute)
+    sums = torch.zeros_like(lse)
+    grad_values, grad_keys = (torch.zeros_like(memory, dtype=lse.dtype) for memory in (values, keys))
+    for at in spans:
+        alpha, _, h = weights(at)
+        sums = sums + h.sum(1, keepdim=True)
+        grad_values = grad_values + _over_positions(alpha.to(grad.dtype), grad[:, at], values)
+
+    def grad_query(at: slice) -> Tensor:
+        nonlocal grad_keys
+        _, over_positions, h = weights(at)
+        grad_logits = (h - over_positions * sums).to(query.dtype)
+        grad_keys = grad_keys + _over_positions(grad_logits, query[:, at], keys)
+        return products(grad_logits, keys)
+
+    query_grad = _joined(spans, grad_query, query)
+    return query_grad, grad_keys.to(keys.dtype), grad_values.to(values.dtype)
 
 
 def _log_sums(logits: Tensor, mask: Tensor | None) -> Tensor:
-    r""":math:`\ell`: over the positions that exist."""
+    r""":math:`\ell`: over the positions that exist; minus infinity where there is none."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     return logits.logsumexp(1, keepdim=True)
 
 
+def _finite(lse: Tensor, mask: Tensor | None) -> Tensor:
+    """Of a sample without a position any number will do, but not infinity: what is subtracted has a gradient."""
+    return lse if mask is None else torch.where(lse.isneginf(), 0, lse)
+
+
+def _shifted(logits: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
+    r""":math:`L - \ell`; zero where there is no position, and so finite: what is infinite has no gradient of zero."""
+    return _filled(logits - lse, mask)
+
+
 def _weights(logits: Tensor, lse: Tensor, mask: Tensor | None, norm: Norm) -> Tensor:
     r""":math:`\alpha`, of the type of :math:`\ell`."""
-    shifted = logits - lse
+    shifted = _shifted(logits, lse, mask)
     if norm == "log":
         # Slots that lie apart in memory: softmax over the last axis would first put them side by side.
         alpha = shifted.mT.softmax(1).mT if is_map(shifted) else shifted.softmax(-1)
@@ -237,13 +268,13 @@ def _once(spans: list[slice], compute: Callable[[slice], _Part]) -> Callable[[sl
     return lambda _: kept
 
 
-def _joined(spans: list[slice], compute: Callable[[slice], Tensor]) -> Tensor:
-    """The parts side by side, in one tensor that is there before them, and in memory like them."""
+def _joined(spans: list[slice], compute: Callable[[slice], Tensor], like: Tensor) -> Tensor:
+    """The parts side by side, in one tensor that is there before them, and in memory like ``like``."""
     first = compute(spans[0])
     if len(spans) == 1:
         return first
     shape = (first.shape[0], spans[-1].stop, *first.shape[2:])
-    out = first.mT.new_empty(shape[0], shape[2], shape[1]).mT if is_map(first) else first.new_empty(shape)
+    out = first.new_empty(shape[0], shape[2], shape[1]).mT if is_map(like) else first.new_empty(shape)
     out[:, spans[0]] = first
     for at in spans[1:]:
         out[:, at] = compute(at)
@@ -251,10 +282,8 @@ def _joined(spans: list[slice], compute: Callable[[slice], Tensor]) -> Tensor:
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: str, tile: int | None) -> None:
-    if norm not in get_args(Norm):
-        raise InputError(f"norm is {norm!r}; it must be 'log' (exact) or 'official' (as published)")
-    if tile is not None and tile < 1:
-        raise InputError(f"tile is {tile}; it is how many positions are worked on at a time, at least 1")
+    check_norm(norm)
+    check_tile(tile)
     if query.ndim not in (3, 4) or keys.ndim not in (2, query.ndim - 1):
         raise InputError(
             f"query {_size(query)}, keys {_size(keys)}: they must be (B, N, C) and (M, C), or for heads "
@@ -267,8 +296,20 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, nor
     check_mask(mask, query.shape[:2])
 
 
-def check_mask(mask: Tensor | None, shape: torch.Size) -> None:
-    """Refuses what is no mask of ``(B, N)`` positions."""
+def check_norm(norm: str) -> None:
+    """Refuses what is no `Norm`."""
+    if norm not in get_args(Norm):
+        raise InputError(f"norm is {norm!r}; it must be 'log' (exact) or 'official' (as published)")
+
+
+def check_tile(tile: int | None) -> None:
+    """Refuses what is no number of positions."""
+    if tile is not None and tile < 1:
+        raise InputError(f"tile is {tile}; it is how many positions are worked on at a time, at least 1")
+
+
+def check_mask(mask: Tensor | None, shape: Sequence[int]) -> None:
+    """Refuses what is no mask of positions ``(B, N)``, or ``(B, H, W)``."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
         raise InputError(
             f"mask {_size(mask)} of {mask.dtype}: it must be {tuple(shape)}, one a position, of torch.bool; "

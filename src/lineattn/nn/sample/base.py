@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Self, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
+from lineattn.nn.depth.base import Init
 from lineattn.ops.memory import check_mask, is_map
 
 
@@ -81,7 +83,9 @@ class SampleAttention(nn.Module, ABC):
                 hint = "; (B, H, W, C) is given as x.flatten(1, 2), or as x.permute(0, 3, 1, 2)" if last else ""
                 raise InputError(f"x is {tuple(x.shape)}; a map is (B, {self.channels}, H, W){hint}")
             tokens = x.flatten(2).mT
-            mask = None if mask is None else mask.flatten(1)
+            if mask is not None:
+                check_mask(mask, (x.shape[0], *x.shape[2:]))
+                mask = mask.flatten(1)
         else:
             raise InputError(f"x is {tuple(x.shape)}; it must be (B, N, C) or (B, C, H, W)")
         check_mask(mask, tokens.shape[:2])
@@ -96,7 +100,15 @@ def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """A `torch.nn.BatchNorm1d` over all positions of ``(B, N, C)``; the result lies in memory as x does."""
+def normed(norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    """A `torch.nn.BatchNorm1d` over the positions of ``(B, N, C)``; the result lies in memory as x does."""
+    if mask is not None and norm.training:  # statistics of the positions that exist
+        return torch.zeros_like(x).masked_scatter(mask[..., None], norm(x[mask]))
     # Not as a map of one column: of such ones torch 2.14's backward is wrong where the gradient lies otherwise.
     return norm(x.mT).mT if is_map(x) else norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def check_init(init: str) -> None:
+    """Refuses what is no `Init`."""
+    if init not in get_args(Init):
+        raise InputError(f"init is {init!r}; it must be 'identity' or 'paper'")

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lineattn.errors import InputError
 from lineattn.nn.depth.base import Init
-from lineattn.nn.sample.base import SampleAttention, pointwise
+from lineattn.nn.sample.base import SampleAttention, check_init, pointwise
 from lineattn.registry import register
 
 
@@ -64,7 +65,10 @@ class DoubleAttention(SampleAttention):
         self, channels: int, *, width: int | None = None, slots: int | None = None, init: Init = "paper"
     ) -> None:
         super().__init__(channels)
-        width, slots = width or max(1, channels // 4), slots or max(1, channels // 4)
+        check_init(init)
+        width, slots = (max(1, channels // 4) if given is None else given for given in (width, slots))
+        if width < 1 or slots < 1:
+            raise InputError(f"width is {width} and slots is {slots}; they must be at least 1")
         self.feature = nn.Linear(channels, width)
         self.gather, self.distribute = nn.Linear(channels, slots), nn.Linear(channels, slots)
         self.project = nn.Linear(width, channels)
@@ -77,9 +81,12 @@ class DoubleAttention(SampleAttention):
             pointwise(x, layer.weight, layer.bias) for layer in (self.feature, self.gather, self.distribute)
         )
         gather = gather.to(torch.promote_types(gather.dtype, torch.float32))
-        if mask is not None:
-            gather = gather.masked_fill(~mask[..., None], -torch.inf)
-        gathered = gather.softmax(1).to(features.dtype).mT @ features
+        if mask is None:
+            gather = gather.softmax(1)
+        else:  # a number, not infinity: of a sample without a position nothing is gathered
+            gather = gather.masked_fill(~mask[..., None], torch.finfo(gather.dtype).min).softmax(1)
+            gather = gather.masked_fill(~mask[..., None], 0)
+        gathered = gather.to(features.dtype).mT @ features
         return x + pointwise(distribute.softmax(-1) @ gathered, self.project.weight, self.project.bias)
 
     def macs(self, positions: int) -> int:

@@ -20,11 +20,12 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lineattn.errors import InputError
 from lineattn.nn.depth.base import Init
-from lineattn.nn.sample.base import SampleAttention, normed, pointwise
-from lineattn.ops.memory import Norm, double_normalisation, external_attention, products
+from lineattn.nn.sample.base import SampleAttention, check_init, normed, pointwise
+from lineattn.ops.memory import Norm, check_tile, double_normalisation, external_attention, products
 from lineattn.registry import register
 
 MemoryNorm = Norm | Literal["slots"]
@@ -48,7 +49,8 @@ class ExternalMemory(nn.Module):
         bias: Biases of both memories, as multi-head external attention has them. That of the keys changes nothing: the
             softmax over the positions cancels it.
         dropout: Probability of dropping a weight in training.
-        tile: Positions at a time, see `lineattn.ops.memory.external_attention`.
+        tile: Positions at a time, see `lineattn.ops.memory.external_attention`; where weights are dropped, or ``norm``
+            is ``slots``, they are all there.
 
     Shape:
         - ``query``: ``(B, N, C)`` or ``(B, N, h, D)``; ``mask``: ``(B, N)``.
@@ -80,6 +82,7 @@ class ExternalMemory(nn.Module):
             raise InputError(f"norm is {norm!r}; it must be 'log', 'official' or 'slots'")
         if start not in get_args(Start):
             raise InputError(f"start is {start!r}; it must be 'equal', 'independent' or 'tied'")
+        check_tile(tile)
         if not 0 <= dropout < 1:
             raise InputError(f"dropout is {dropout}; it must be at least 0 and less than 1")
         self.norm: MemoryNorm = norm
@@ -121,6 +124,7 @@ class ExternalMemory(nn.Module):
         tiled = self.tile is not None and self.tile < positions and self.norm != "slots"
         return positions * (3 if tiled else 2) * self.keys.shape[-2] * self.keys.shape[-1]
 
+    @torch.no_grad()
     def health(self, query: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         r"""What tells whether the memory is used.
 
@@ -129,12 +133,12 @@ class ExternalMemory(nn.Module):
             one; ``perplexity``, :math:`e^{H(\mathrm{usage})}`, the number of slots in use, from 1 to ``M``;
             ``logit_scale``, their standard deviation (near 0, every slot gets the same; above 10, the published
             normalisation loses positions); ``key_cosine``, the largest cosine between two keys (at 1, two slots are
-            one).
+            one; -1 if there is only one). Without a gradient.
         """
         alpha, logits = self.attention(query, mask), self.logits(query)
         weight = alpha.flatten(0, -2).double()
         usage = weight.sum(0) / weight.sum()
-        unit = F.normalize(self.keys.detach().double(), dim=-1)
+        unit = F.normalize(self.keys.double(), dim=-1)
         cosine = (unit @ unit.mT).masked_fill(torch.eye(unit.shape[-2], dtype=torch.bool, device=unit.device), -1)
         there = logits if mask is None else logits[mask]
         return {
@@ -230,8 +234,7 @@ class ExternalAttention(SampleAttention):
         tile: int | None = None,
     ) -> None:
         super().__init__(channels)
-        if init not in get_args(Init):
-            raise InputError(f"init is {init!r}; it must be 'identity' or 'paper'")
+        check_init(init)
         self.residual, self.act = block, act
         self.memory = ExternalMemory(channels, slots, norm=norm, start=start, tile=tile)
         self.query, self.project, self.norm = nn.Identity(), nn.Identity(), nn.Identity()
@@ -249,7 +252,7 @@ class ExternalAttention(SampleAttention):
             out = pointwise(out, self.project.weight)
         if not self.residual:
             return out
-        y = x + normed(self.norm, out)
+        y = x + (out if isinstance(self.norm, nn.Identity) else normed(self.norm, out, mask))
         return torch.relu(y) if self.act else y
 
     def macs(self, positions: int) -> int:
@@ -267,9 +270,10 @@ class ExternalAttention(SampleAttention):
     def _fold(self) -> None:
         r""":math:`M_k' = M_k W_1,\ M_v' = M_v W_2^\top \mathrm{diag}(g),\ b' = \beta - g \mu`, g the norm's slope."""
         query, project, norm, memory = self.query, self.project, self.norm, self.memory
-        if not (isinstance(query, nn.Linear) and isinstance(project, nn.Linear) and isinstance(norm, nn.BatchNorm1d)):
+        if not (isinstance(query, nn.Linear) and isinstance(project, nn.Linear) and isinstance(norm, _BatchNorm)):
             return
-        assert norm.running_mean is not None and norm.running_var is not None
+        if norm.running_mean is None or norm.running_var is None:  # of each batch: nothing is constant
+            return
         slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
         values = memory.keys if memory.values is None else memory.values
         memory.values = nn.Parameter(values @ project.weight.mT * slope, requires_grad=False)

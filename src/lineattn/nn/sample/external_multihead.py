@@ -42,7 +42,8 @@ class MultiHeadExternalAttention(SampleAttention):
     with :math:`q` of ``coef * C`` channels in ``coef * heads`` heads of ``D = C / heads``.
     :math:`2 c C^2 + c C + C + 2 D M + D + M` parameters and :math:`2 c C^2 + 2 c C M` MACs a position, with ``c`` for
     ``coef``. Self-attention has :math:`4 C^2 + 2 C N`: below :math:`N = (c - 2) C + c M` positions it is the cheaper
-    one, with the published ``coef=4`` and 64 slots below :math:`2 C + 256`. `fuse` leaves :math:`2 c h C M`.
+    one, with the published ``coef=4`` and 64 slots below :math:`2 C + 256`. `fuse` leaves :math:`2 c h C M` where that
+    is less, and there are no tiles.
 
     Args:
         channels: Width ``C``.
@@ -94,12 +95,12 @@ class MultiHeadExternalAttention(SampleAttention):
             raise InputError(f"heads is {heads}; it must divide the {channels} channels")
         if coef < 1:
             raise InputError(f"coef is {coef}; it must be at least 1")
-        self.heads = coef * heads
+        self.heads, self.coef = heads, coef
         self.query = nn.Linear(channels, coef * channels)
         self.memory: ExternalMemory | _Folded = ExternalMemory(
             channels // heads,
             max(1, 256 // coef) if slots is None else slots,
-            heads=None if shared else self.heads,
+            heads=None if shared else coef * heads,
             norm=norm,
             start=start,
             std=0.02,
@@ -118,11 +119,11 @@ class MultiHeadExternalAttention(SampleAttention):
         return self.proj_drop(pointwise(found.flatten(2), self.project.weight, self.project.bias))
 
     def macs(self, positions: int) -> int:
-        inside = 0 if isinstance(self.memory, _Folded) else self.heads * self.memory.macs(positions)
+        inside = 0 if isinstance(self.memory, _Folded) else self.coef * self.heads * self.memory.macs(positions)
         return positions * (self.query.weight.numel() + self.project.weight.numel()) + inside
 
     def _heads(self, x: Tensor) -> Tensor:
-        return pointwise(x, self.query.weight, self.query.bias).unflatten(-1, (self.heads, -1))
+        return pointwise(x, self.query.weight, self.query.bias).unflatten(-1, (self.coef * self.heads, -1))
 
     def weights(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """See `lineattn.nn.sample.external.ExternalMemory.health`; ``attention`` is ``(B, N, h, M)``."""
@@ -133,20 +134,22 @@ class MultiHeadExternalAttention(SampleAttention):
 
     def _fold(self) -> None:
         r""":math:`M_k' = M_k W_k,\ M_v' = M_v W_{o,k}^\top` a head: two linear layers and the softmax between them."""
-        memory = self.memory
-        if isinstance(memory, _Folded):
+        memory, heads = self.memory, self.coef * self.heads
+        if isinstance(memory, _Folded) or memory.tile is not None:  # which needs keys and values
+            return
+        if 2 * heads * memory.keys.shape[-2] * self.channels >= self.macs(1):
             return
         values = memory.keys if memory.values is None else memory.values
-        before = self.query.weight.unflatten(0, (self.heads, -1))
-        after = self.project.weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0)
+        before = self.query.weight.unflatten(0, (heads, -1))
+        after = self.project.weight.unflatten(1, (heads, -1)).permute(1, 2, 0)
         keys, values = memory.keys @ before, values @ after
         query = nn.Linear(self.channels, keys.shape[0] * keys.shape[1], bias=memory.norm == "slots")
         project = nn.Linear(query.out_features, self.channels)
         bias = self.project.bias
         if memory.value_bias is not None:
-            bias = bias + (memory.value_bias.expand(self.heads, -1)[:, None] @ after).sum((0, 1))
+            bias = bias + (memory.value_bias.expand(heads, -1)[:, None] @ after).sum((0, 1))
         if query.bias is not None:  # the other norms cancel it
-            offset = memory.logits(self.query.bias.unflatten(0, (1, 1, self.heads, -1)))
+            offset = memory.logits(self.query.bias.unflatten(0, (1, 1, heads, -1)))
             query.bias = nn.Parameter(offset.flatten(), requires_grad=False)
         query.weight, project.weight, project.bias = (
             nn.Parameter(tensor, requires_grad=False)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.nn.depth.base import Init
-from lineattn.nn.sample.base import SampleAttention, pointwise
+from lineattn.nn.sample.base import SampleAttention, check_init, pointwise
 from lineattn.registry import register
 
 
@@ -58,6 +58,7 @@ class SAGANAttention(SampleAttention):
 
     def __init__(self, channels: int, *, init: Init = "paper") -> None:
         super().__init__(channels)
+        check_init(init)
         narrow = max(1, channels // 8)
         self.query, self.key = nn.Linear(channels, narrow), nn.Linear(channels, narrow)
         self.value = nn.Linear(channels, channels)

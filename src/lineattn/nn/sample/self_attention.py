@@ -67,4 +67,14 @@ class SelfAttention(SampleAttention):
         return pointwise(found.transpose(1, 2).flatten(2), self.project.weight, self.project.bias)
 
     def macs(self, positions: int) -> int:
-        return positions * self.channels * (4 * self.channels + 2 * positions)
+        return self_attention_macs(self.channels, positions)
+
+
+def self_attention_macs(channels: int, positions: int) -> int:
+    """Multiply-accumulates of a self-attention, whatever its heads.
+
+    Example:
+        >>> self_attention_macs(256, 197)
+        71512576
+    """
+    return positions * channels * (4 * channels + 2 * positions)
