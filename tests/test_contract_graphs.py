@@ -30,7 +30,7 @@ def parameters(cells: list[tuple[str, str]]) -> list:
 
 
 def marks(method: str, family: str) -> list[pytest.MarkDecorator]:
-    """A graph takes seconds: `make test` has each method on one family and one method on each, `make contract` all."""
+    """A graph takes seconds: `make test` has each method on one family and one on each, `make test-slow` the others."""
     here = family == NET or (method == METHOD and family not in LIKE_OTHERS)
     return [] if here else [pytest.mark.slow]
 
