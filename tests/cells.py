@@ -18,7 +18,7 @@ METHODS = registry.list_methods("depth")
 PAIRS = [(method, family) for family in FAMILIES for method in METHODS]
 
 # Families whose plan is another's in other names, and one method for each thing that a plan has to offer: the output,
-# branch and shortcut, the branch alone. `make test` has these methods on these families, `make test-slow` the others too.
+# branch and shortcut, the branch alone. `make test` has these methods on these families, `make test-slow` the others.
 LIKE_OTHERS = {
     *("cifar_bottleneck", "torchvision_bottleneck", "torchvision_convnext", "torchvision_regnet", "timm_mobilenet"),
     *("torchvision_efficientnet", "torchvision_mobilenet_v2", "torchvision_mobilenet_v3", "timm_deit_distilled"),
