@@ -90,7 +90,8 @@ def embed_torchvision(net: Any, patches: Tensor) -> Tensor:
     if patches.shape[2] != side or patches.shape[3] != side:
         raise InputError(f"the network takes images of {net.image_size}x{net.image_size}; resize, or build it anew")
     x = patches.flatten(2).permute(0, 2, 1)
-    return torch.cat((net.class_token.expand(len(x), -1, -1), x), 1) + net.encoder.pos_embedding
+    # Not len(x), which a graph for any batch can not hold.
+    return torch.cat((net.class_token.expand(x.shape[0], -1, -1), x), 1) + net.encoder.pos_embedding
 
 
 def steps_torchvision(net: Any) -> Iterator[Step]:
