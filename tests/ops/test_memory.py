@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import product
 
@@ -299,3 +301,31 @@ def test_a_map_in_tiles_lies_in_memory_as_the_map_does(tile: int):
     assert (
         external_attention(query, keys, values, tile=tile).stride() == external_attention(query, keys, values).stride()
     )
+
+
+PEAK = """
+import resource, torch
+from lineattn.ops.memory import external_attention
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+keys, values = torch.randn(64, 64), torch.randn(64, 64)
+external_attention(torch.randn(1, 9999, 64), keys, values, tile=4096)  # what is loaded at the first call
+x = torch.randn(1, 262144, 64)
+before = peak()
+with torch.no_grad():
+    out = external_attention(x, keys, values, tile={tile})
+print(peak() - before)
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read in KiB, as Linux counts it")
+def test_262144_positions_in_tiles_need_memory_for_a_tile_and_the_result():
+    """MiB beyond the input: the result has 64, a tile's logits have 1; without tiles they have 64 more, a few times."""
+    grown = []
+    for tile in (4096, None):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK.format(tile=tile)], capture_output=True, text=True, check=True
+        )
+        grown.append(float(done.stdout))
+    assert 60 < grown[0] < 64 + 16 < 64 + 64 < grown[1]
