@@ -175,7 +175,7 @@ def test_head_dim_is_the_familys_and_divides_the_width() -> None:
 
 def test_names_of_methods_and_arguments() -> None:
     net = small("cifar_basic")
-    with pytest.raises(InputError, match="unknown depth method 'kcal': did you mean 'kcla'"):
+    with pytest.raises(InputError, match="unknown method 'kcal': did you mean 'kcla'"):
         attach(net, "kcal")
     with pytest.raises(InputError, match="unknown argument of kcla 'headdim': did you mean 'head_dim'"):
         attach(net, "kcla", headdim=4)

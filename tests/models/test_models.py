@@ -131,7 +131,7 @@ def test_every_listed_model_builds(name: str) -> None:
             r"are weights: the network is timm/resnet50, and trunk='timm/resnet50\.a1_in1k' loads them",
         ),
         ({"name": "timm/resnet18", "width": 8}, "width is for CIFAR networks; timm/resnet18 has none"),
-        ({"name": "resnet20_cifar", "attn": "kcal"}, "unknown depth method 'kcal': did you mean 'kcla'"),
+        ({"name": "resnet20_cifar", "attn": "kcal"}, "unknown method 'kcal': did you mean 'kcla'"),
         ({"name": "resnet20_cifar", "attn": "kcla", "head": 2}, "unknown argument of kcla 'head'"),
         ({"name": "resnet20_cifar", "head_dim": 2}, "head_dim: for a method, and attn is not given"),
         ({"name": "resnet20_cifar", "attn": "none", "scope": "carry"}, "scope: for a method"),
