@@ -100,10 +100,10 @@ def swap(net: nn.Module, pattern: str, method: str, *, example: Tensor | None = 
     Example:
         >>> import timm
         >>> net = timm.create_model("vit_tiny_patch16_224", num_classes=10, depth=1)
-        >>> print(swap(net, "blocks.*.attn", "external_multihead", coef=1))
+        >>> print(swap(net, "blocks.*.attn", "external_multihead", coef=1, slots=64))
         external_multihead in the place of 1 modules
-          blocks.0.attn (Attention): 148,224 -> 107,264 parameters, 44.1 -> 33.9 MMACs at 197 positions
-        in all 148,224 -> 107,264 parameters, 44.1 -> 33.9 MMACs an image
+          blocks.0.attn (Attention): 148,224 -> 82,432 parameters, 44.0 -> 19.4 MMACs at 197 positions
+        in all 148,224 -> 82,432 parameters, 44.0 -> 19.4 MMACs an image
     """
     cls = registry.get(method, axis="sample").cls
     known = inspect.signature(cls).parameters
