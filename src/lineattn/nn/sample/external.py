@@ -102,13 +102,15 @@ class ExternalMemory(nn.Module):
 
     def forward(self, query: Tensor, mask: Tensor | None = None) -> Tensor:
         values = self.keys if self.values is None else self.values
+        bias = self.value_bias
         if self.norm == "slots" or (self.training and self.dropout):
             out = products(F.dropout(self.attention(query, mask), self.dropout, self.training), values)
         else:
             out = external_attention(query, self.keys, values, mask=mask, norm=self.norm, tile=self.tile)
-            if self.key_bias is not None:  # cancelled exactly; it stands here to get its gradient, which is zero
-                out = out + 0 * self.key_bias.sum().to(out.dtype)
-        return out if self.value_bias is None else out + self.value_bias.to(out.dtype)
+            if bias is not None and self.key_bias is not None:
+                # That of the keys is cancelled exactly; it stands here to get its gradient, which is zero.
+                bias = bias + 0 * self.key_bias.sum()
+        return out if bias is None else out + bias.to(out.dtype)
 
     def logits(self, query: Tensor) -> Tensor:
         """``(B, N, M)`` or ``(B, N, h, M)``."""
