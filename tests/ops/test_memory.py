@@ -226,8 +226,10 @@ def test_half_precision_is_normalised_in_single():
     assert (alpha - oracle.double_normalisation(logits.double())).abs().max() <= 2**-9  # one rounding, at the end
 
 
-@pytest.mark.parametrize("tile", [None, 3])
-def test_keeps_its_arguments_and_a_number_a_sample_and_slot(tile: int | None):
+@pytest.mark.parametrize(("tile", "positions"), [(None, N), (3, 1)])
+def test_keeps_its_arguments_and_a_number_a_slot_of_a_position_or_in_tiles_of_a_sample(
+    tile: int | None, positions: int
+):
     query, keys, values = (t.detach().float().requires_grad_() for t in arguments())
     kept: dict[int, int] = {}
 
@@ -238,7 +240,7 @@ def test_keeps_its_arguments_and_a_number_a_sample_and_slot(tile: int | None):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = external_attention(query, keys, values, tile=tile)
-    assert out.requires_grad and sum(kept.values()) == 4 * B * M
+    assert out.requires_grad and sum(kept.values()) == 4 * B * positions * M
 
 
 @pytest.mark.parametrize("norm", EPSILONS)

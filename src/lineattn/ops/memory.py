@@ -48,9 +48,9 @@ def external_attention(
 ) -> Tensor:
     r""":math:`o_i = \sum_j \alpha_{ij} v_j` with :math:`L_{ij} = \langle q_i, k_j \rangle`, doubly normalised.
 
-    Linear in the positions. For the backward it keeps its arguments and one number a sample, head and slot, and
-    computes the logits again. In what order positions lie in memory does not matter: a map ``(B, C, H, W)`` is given
-    as ``x.flatten(2).mT`` without a copy, and its attention comes back in the same order.
+    Linear in the positions. For the backward it keeps its arguments and one map of logits, half of what plain operators
+    keep; in tiles only one number a sample, head and slot. In what order positions lie in memory does not matter: a map
+    ``(B, C, H, W)`` is given as ``x.flatten(2).mT`` without a copy, and its attention comes back in the same order.
 
     Args:
         query: :math:`q`, ``(B, N, C)``, or ``(B, N, h, D)`` for heads.
@@ -59,9 +59,9 @@ def external_attention(
         mask: Positions that exist, ``(B, N)``, of booleans; others are in no sum, and get zeros. They must be finite
             all the same.
         norm: ``log``, exact, or ``official``, as published.
-        tile: Positions at a time, in two passes over them: no map of logits of more positions than that is ever there.
-            The result is the same. All of them if not given; compiled, and where the gradient is differentiated again,
-            it is all of them too.
+        tile: Positions at a time, in two passes over them: no map of logits of more positions than that is ever there,
+            and the backward computes them again. The result is the same. All of them if not given; compiled, and where
+            the gradient is differentiated again, it is all of them too.
 
     Returns:
         ``(B, N, C)``, or ``(B, N, h, D)``, with the width of the values.
@@ -80,8 +80,11 @@ def external_attention(
     with no_autocast(query.device):
         if torch.compiler.is_compiling():
             alpha = double_normalisation(products(query, keys.mT), mask=mask, norm=norm)
-            return products(alpha.to(values.dtype), values)
-        return _ExternalAttention.apply(query, keys, values, _column(mask, query), norm, tile)[0]
+            return spread(alpha.to(values.dtype), values, query)
+        arguments = query, keys, values, _column(mask, query), norm, tile
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in arguments[:3]):
+            return _ExternalAttention.forward(*arguments)[0]  # small sets feel what apply costs
+        return _ExternalAttention.apply(*arguments)[0]
 
 
 def double_normalisation(logits: Tensor, *, mask: Tensor | None = None, norm: Norm = "log") -> Tensor:
@@ -106,11 +109,11 @@ def double_normalisation(logits: Tensor, *, mask: Tensor | None = None, norm: No
     check_norm(norm)
     check_mask(mask, logits.shape[:2])
     there = _column(mask, logits)
-    return _weights(logits, _finite(_log_sums(logits, there), there), there, norm).to(logits.dtype)
+    return _weights(_log_shares(logits, there), there, norm).to(logits.dtype)
 
 
 class _ExternalAttention(torch.autograd.Function):
-    r"""Returns the attention and :math:`\ell`.
+    r"""Returns the attention, and what is kept for the backward: :math:`L - \ell`, in tiles :math:`\ell`.
 
     With :math:`G_{ij} = \langle \partial o_i, v_j \rangle`, in both norms,
 
@@ -123,17 +126,19 @@ class _ExternalAttention(torch.autograd.Function):
     def forward(
         query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: Norm, tile: int | None
     ) -> tuple[Tensor, Tensor]:
-        spans = _spans(query, tile)
-        logits = _once(spans, lambda at: products(query[:, at], keys.mT))
-        lse = _log_sums(logits(spans[0]), _at(mask, spans[0]))
-        for at in spans[1:]:
-            lse = torch.logaddexp(lse, _log_sums(logits(at), _at(mask, at)))
-        lse = _finite(lse, mask)
+        def attended(shares: Tensor, there: Tensor | None) -> Tensor:
+            return spread(_weights(shares, there, norm).to(values.dtype), values, query)
 
-        def attended(at: slice) -> Tensor:
-            return products(_weights(logits(at), lse, _at(mask, at), norm).to(values.dtype), values)
+        if tile is None:
+            shares = _log_shares(products(query, keys.mT), mask)
+            return attended(shares, mask), shares
+        lse = _log_sums(query, keys, mask, tile)
 
-        return _joined(spans, attended, query), lse
+        def part(at: slice) -> Tensor:
+            there = _at(mask, at)
+            return attended(_shifted(products(query[:, at], keys.mT), lse, there), there)
+
+        return _joined(_spans(query, tile), part, query), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -143,9 +148,9 @@ class _ExternalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, mask, lse = ctx.saved_tensors
+        query, keys, values, mask, kept = ctx.saved_tensors
         with no_autocast(query.device):
-            return *_gradients(query, keys, values, mask, lse, grads[0], ctx.norm, ctx.tile), None, None, None
+            return *_gradients(query, keys, values, mask, kept, grads[0], ctx.norm, ctx.tile), None, None, None
 
 
 def _gradients(
@@ -153,25 +158,27 @@ def _gradients(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    lse: Tensor,
+    kept: Tensor,
     grad: Tensor,
     norm: Norm,
     tile: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_grad_enabled():  # to be differentiated again, and what was kept hangs on nothing
+        kept, tile = _log_shares(products(query, keys.mT), mask), None
     spans = _spans(query, tile)
-    if torch.is_grad_enabled():  # to be differentiated again, and what was saved hangs on nothing
-        lse = _finite(_log_sums(products(query, keys.mT), mask), mask)
 
     def compute(at: slice) -> tuple[Tensor, Tensor, Tensor]:
-        there, logits = _at(mask, at), products(query[:, at], keys.mT)
-        alpha = _weights(logits, lse, there, norm)
+        there = _at(mask, at)
+        shares = kept if tile is None else _shifted(products(query[:, at], keys.mT), kept, there)
+        alpha = _weights(shares, there, norm)
         g = products(grad[:, at], values.mT).to(alpha.dtype)
-        over_positions = _filled(_shifted(logits, lse, there).exp(), there)
-        return alpha, over_positions, alpha * (g - (alpha * g).sum(-1, keepdim=True))
+        # The backward of a softmax over the slots, in one pass: h.
+        h = torch.ops.aten._softmax_backward_data(g, alpha, -1, alpha.dtype)
+        return alpha, _filled(shares.exp(), there), h
 
     weights = _once(spans, compute)
-    sums = torch.zeros_like(lse)
-    grad_values, grad_keys = (torch.zeros_like(memory, dtype=lse.dtype) for memory in (values, keys))
+    sums = torch.zeros((), dtype=kept.dtype, device=kept.device)
+    grad_values, grad_keys = (torch.zeros_like(memory, dtype=kept.dtype) for memory in (values, keys))
     for at in spans:
         alpha, _, h = weights(at)
         sums = sums + h.sum(1, keepdim=True)
@@ -180,25 +187,38 @@ def _gradients(
     def grad_query(at: slice) -> Tensor:
         nonlocal grad_keys
         _, over_positions, h = weights(at)
-        grad_logits = (h - over_positions * sums).to(query.dtype)
+        grad_logits = torch.addcmul(h, over_positions, sums, value=-1).to(query.dtype)
         grad_keys = grad_keys + _over_positions(grad_logits, query[:, at], keys)
-        return products(grad_logits, keys)
+        return spread(grad_logits, keys, query)
 
     query_grad = _joined(spans, grad_query, query)
     return query_grad, grad_keys.to(keys.dtype), grad_values.to(values.dtype)
 
 
-def _log_sums(logits: Tensor, mask: Tensor | None) -> Tensor:
-    r""":math:`\ell`: over the positions that exist; minus infinity where there is none."""
+def _log_shares(logits: Tensor, mask: Tensor | None) -> Tensor:
+    r""":math:`L - \ell`, the logarithm of a position's share of a slot; zero where there is no position."""
+    logits = _counted(logits, mask, mask)
+    return _filled(logits.log_softmax(1), mask)
+
+
+def _log_sums(query: Tensor, keys: Tensor, mask: Tensor | None, tile: int) -> Tensor:
+    r""":math:`\ell`, a tile at a time."""
+    lse: Tensor | None = None
+    for at in _spans(query, tile):
+        logits = _counted(products(query[:, at], keys.mT), _at(mask, at), mask)
+        sums = logits.logsumexp(1, keepdim=True)
+        lse = sums if lse is None else torch.logaddexp(lse, sums)
+    assert lse is not None
+    return lse
+
+
+def _counted(logits: Tensor, there: Tensor | None, mask: Tensor | None) -> Tensor:
+    """In single precision at least; minus infinity where there is no position, but for samples without any, whose sums
+    have to be finite."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    return logits.logsumexp(1, keepdim=True)
-
-
-def _finite(lse: Tensor, mask: Tensor | None) -> Tensor:
-    """Of a sample without a position any number will do, but not infinity: what is subtracted has a gradient."""
-    return lse if mask is None else torch.where(lse.isneginf(), 0, lse)
+    if there is None or mask is None:
+        return logits
+    return torch.where(there | ~mask.any(1, keepdim=True), logits, -torch.inf)
 
 
 def _shifted(logits: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
@@ -206,36 +226,44 @@ def _shifted(logits: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
     return _filled(logits - lse, mask)
 
 
-def _weights(logits: Tensor, lse: Tensor, mask: Tensor | None, norm: Norm) -> Tensor:
-    r""":math:`\alpha`, of the type of :math:`\ell`."""
-    shifted = _shifted(logits, lse, mask)
+def _weights(shares: Tensor, mask: Tensor | None, norm: Norm) -> Tensor:
+    r""":math:`\alpha`, of :math:`L - \ell`."""
     if norm == "log":
-        # Slots that lie apart in memory: softmax over the last axis would first put them side by side.
-        alpha = shifted.mT.softmax(1).mT if is_map(shifted) else shifted.softmax(-1)
+        alpha = shares.softmax(-1)
     else:
-        alpha = shifted.exp()
+        alpha = shares.exp()
         alpha = alpha / (EPSILON + alpha.sum(-1, keepdim=True))
     return _filled(alpha, mask)
 
 
 def _filled(weights: Tensor, mask: Tensor | None) -> Tensor:
-    return weights if mask is None else torch.where(mask, weights, 0)  # in memory as they are, which a fill is not
+    return weights if mask is None else torch.where(mask, weights, 0)
 
 
 def products(x: Tensor, matrix: Tensor) -> Tensor:
-    """``(B, N, I) (I, O)``, ``(B, N, h, I) (I, O)`` or ``(B, N, h, I) (h, I, O)``; the result lies in memory like x."""
+    """``(B, N, I) (I, O)``, ``(B, N, h, I) (I, O)`` or ``(B, N, h, I) (h, I, O)``; outputs lie side by side in memory,
+    also of a map, since it is faster to normalise them so."""
     if matrix.ndim == 3:
         return torch.einsum("bnhi,hio->bnho", x, matrix)
-    if is_map(x):
-        return torch.bmm(matrix.mT.expand(x.shape[0], -1, -1), x.mT).mT
-    return torch.matmul(x, matrix)
+    return _of_map(x, matrix) if is_map(x) else torch.matmul(x, matrix)
+
+
+def spread(weights: Tensor, memory: Tensor, like: Tensor) -> Tensor:
+    """``weights`` times ``memory``, as `products`; the result lies in memory like ``like``."""
+    return _of_map(memory.mT, weights.mT).mT if is_map(like) else products(weights, memory)
+
+
+def _of_map(a: Tensor, b: Tensor) -> Tensor:
+    """One of the two is the same for all samples; `torch.matmul` would copy a map to have one product of all."""
+    batch = max(a.shape[0] if a.ndim == 3 else 1, b.shape[0] if b.ndim == 3 else 1)
+    return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
 
 
 def _over_positions(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     """The gradient of the memory ``like``: ``a`` times ``b``, slots times width, summed over samples and positions."""
     if like.ndim == 3:
         return torch.einsum("bnhm,bnhd->hmd", a, b)
-    if is_map(a):
+    if is_map(b):
         return torch.bmm(a.mT, b).sum(0)
     return a.flatten(0, -2).mT @ b.flatten(0, -2)
 

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lineattn.errors import InputError
 from lineattn.nn.depth.base import Init
 from lineattn.nn.sample.base import SampleAttention, check_init, normed, pointwise
-from lineattn.ops.memory import Norm, check_tile, double_normalisation, external_attention, products
+from lineattn.ops.memory import Norm, check_tile, double_normalisation, external_attention, products, spread
 from lineattn.registry import register
 
 MemoryNorm = Norm | Literal["slots"]
@@ -104,7 +104,8 @@ class ExternalMemory(nn.Module):
         values = self.keys if self.values is None else self.values
         bias = self.value_bias
         if self.norm == "slots" or (self.training and self.dropout):
-            out = products(F.dropout(self.attention(query, mask), self.dropout, self.training), values)
+            alpha = F.dropout(self.attention(query, mask), self.dropout, self.training)
+            out = spread(alpha, values, query)
         else:
             out = external_attention(query, self.keys, values, mask=mask, norm=self.norm, tile=self.tile)
             if bias is not None and self.key_bias is not None:
