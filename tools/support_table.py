@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torchvision.models import get_model
 
+import lineattn.timm  # noqa: F401  # which registers EAMLP
 from lineattn import attach, registry
 from lineattn.cli.compare import markdown
 from lineattn.errors import InputError
@@ -31,7 +32,7 @@ TIMM = [
     "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv4_conv_small",
     "vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch14_reg4_dinov2",
     "deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224",
-    "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256",
+    "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "eamlp_14",
     "resnetv2_50", "repvgg_a0", "poolformer_s12", "inception_next_tiny",
     "dla34", "ghostnet_100", "beit_base_patch16_224", "mixer_s16_224",
 ]  # fmt: skip

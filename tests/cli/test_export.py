@@ -105,6 +105,44 @@ def test_a_plain_network_is_folded_too(tmp_path, monkeypatch):
     assert any(isinstance(module, torch.nn.BatchNorm2d) for module in trained.net.modules())
 
 
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["onnx", "torch"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {
+            "name": "timm/vit_tiny_patch16_224",
+            "net_args": "{img_size: 16, patch_size: 4, embed_dim: 64, depth: 2, num_heads: 4}",
+            "attn": "external_multihead",
+            "swap": "blocks.*.attn",
+            "attn_args": "{coef: 1, slots: 8}",
+        },
+        {"name": "timm/eamlp_7", "net_args": "{img_size: 16, embed_dim: 32, depth: 2, heads: 2}"},
+        {"name": "timm/eamlp_7", "net_args": "{img_size: 16, embed_dim: 32, depth: 2, heads: 2}", "attn": "kcla"},
+        {"name": "resnet8_cifar", "width": "8", "attn": "external", "at": "stages.2"},
+    ],
+    ids=["swapped", "eamlp", "eamlp with kcla", "inserted"],
+)
+def test_attention_over_positions(tmp_path, monkeypatch, capsys, kind, model):
+    monkeypatch.setattr("lineattn.tasks.data.digits.load", few_digits)
+    options = [part for key, value in model.items() for part in (f"--model.{key}", value)]
+    fit(tmp_path / "run", *options, "--data.name", "digits", "--trainer.max_epochs", "1", "--test_after_fit", "false")
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert main(["export", "--ckpt_path", str(checkpoint), "--to", kind, "--check"]) == 0
+    shown = capsys.readouterr().out
+    error = float(shown.split("largest absolute difference from torch over 3 random images of 16x16: ")[1].split()[0])
+    assert error < 1e-4
+
+
+def test_memories_are_folded_where_that_is_cheaper():
+    net = lineattn.create_model("resnet8_cifar", in_chans=1, width=8, attn="external", at="stages.2", slots=4).eval()
+    folded = export._folded(net)
+    images = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(folded(images), net(images), rtol=1e-5, atol=1e-6)
+    assert sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in net.parameters())
+
+
 def _trained(net, side=16):
     return SimpleNamespace(net=net.eval(), data=SimpleNamespace(channels=1, image_size=side))
 

@@ -15,6 +15,7 @@ from lineattn import attach
 from lineattn.errors import InputError
 from lineattn.hosts import plans
 from lineattn.hosts.weights import load_trunk
+from lineattn.models.eamlp import EAMLP
 from tests.hosts.nets import FAMILIES, Mean, image, shake, small
 
 SPLIT = [family for family in FAMILIES if family != "traced"]
@@ -43,6 +44,11 @@ def _torchvision_vit() -> nn.Module:
     net = vit.VisionTransformer(32, 8, num_classes=5, dropout=0.2, attention_dropout=0.2, **sizes)
     nn.init.normal_(net.heads.head.weight)  # zero at the start
     return net
+
+
+def _eamlp(**args: object) -> nn.Module:
+    sizes = {"img_size": 32, "num_classes": 5, "embed_dim": 32, "depth": 3, "heads": 2, "mlp_ratio": 2.0}
+    return EAMLP(**sizes, drop_path_rate=0.5, drop_rate=0.2, **args)
 
 
 def _timm_efficientnet(*stages: str) -> nn.Module:
@@ -104,6 +110,8 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     ),
     "vit pre-norm": lambda: _timm_vit(init_values=0.5, pre_norm=True, dynamic_img_size=True),
     "torchvision vit": _torchvision_vit,
+    "eamlp": _eamlp,
+    "eamlp bn": lambda: _eamlp(norm_mlp="bn", attn="self_attention"),
     "swin": lambda: _swin(timm.swin_transformer, "SwinTransformer"),
     "swin v2": lambda: _swin(timm.swin_transformer_v2, "SwinTransformerV2"),
     "torchvision swin": lambda: _torchvision_swin(v2=False),
@@ -205,7 +213,7 @@ def test_methods_see_maps_and_leave_the_rest(name: str) -> None:
                 assert changed == (maps[:, 0].numel() if step.maps else 0)
 
 
-@pytest.mark.parametrize("name", [name for name in [*TIMM, *VARIANTS] if "torchvision" not in name])
+@pytest.mark.parametrize("name", [name for name in [*TIMM, *VARIANTS] if not name.startswith(("torchvision", "eamlp"))])
 def test_maps_are_those_of_timm(name: str) -> None:
     net = shake(build(name))
     host, x = attach(net, Mean), example(net)
@@ -318,6 +326,7 @@ def test_norm_behind_the_maps_is_not_silently_left_out() -> None:
     [
         (lambda: _timm_vit(patch_drop_rate=0.5), "patch_drop_rate leaves out tokens in training"),
         (lambda: timm.vision_transformer.VisionTransformer((32, 16), 8, embed_dim=8, depth=1, num_heads=1), "square"),
+        (lambda: EAMLP(img_size=(32, 16), embed_dim=8, depth=1, heads=1), "square"),
     ],
 )
 def test_vits_that_are_no_maps_are_refused(build_net: Callable[[], nn.Module], message: str) -> None:

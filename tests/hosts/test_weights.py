@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lineattn import attach, create_model
+from lineattn import attach, create_model, swap
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
-from lineattn.hosts.weights import load_trunk
+from lineattn.hosts.weights import added_in, load_trunk
 from lineattn.models import cifar_resnet
+from lineattn.models.eamlp import EAMLP
 from tests.hosts.nets import Mean, image, shake, small
 
 
@@ -288,3 +290,75 @@ def test_weights_that_the_networks_own_converter_cannot_read(tmp_path) -> None:
     host = attach(timm.create_model("convnext_atto"), "eca")
     with pytest.raises(InputError, match="missing"):
         load_trunk(host, _cifar(14).state_dict())
+
+
+def _swapped(family: str, pattern: str, method: str = "external_multihead", **arguments: Any) -> nn.Module:
+    net = small(family)
+    swap(net, pattern, method, **arguments)
+    return net
+
+
+SWAPPED = {"timm_vit": "blocks.*.attn", "torchvision_vit": "encoder.layers.*.self_attention", "timm_swin": "*.attn"}
+
+
+@pytest.mark.parametrize("family", SWAPPED)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_plain_networks_weights_go_around_what_was_put_in(family: str, wrapped: bool) -> None:
+    plain, net = shake(small(family)), _swapped(family, SWAPPED[family])
+    places = tuple(f"{path}." for path in added_in(net))
+    before = copy.deepcopy(net.state_dict())
+    state = plain.state_dict()
+    report = load_trunk(net, {f"module.{key}": value for key, value in state.items()} if wrapped else state)
+    assert report.unexpected == report.adapted == ()
+    assert set(report.new) == {key for key in before if key.startswith(places)} != set()
+    assert {reason for _, reason in report.dropped} == {"of other attention than stands there now"}
+    assert {key for key, _ in report.dropped} == {key for key in state if key.startswith(places)}
+    assert set(report.loaded) == before.keys() - set(report.new) == state.keys() - {key for key, _ in report.dropped}
+    after = net.state_dict()
+    assert all(torch.equal(after[key], (before if key in report.new else state)[key]) for key in after)
+
+
+def test_a_swapped_networks_weights_come_along_where_they_fit() -> None:
+    there, here, other = (_swapped("timm_vit", SWAPPED["timm_vit"], coef=coef) for coef in (1, 1, 2))
+    report = load_trunk(here, there.state_dict())
+    assert report.new == report.dropped == () and len(report.loaded) == len(there.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+    report = load_trunk(other, there.state_dict())
+    assert (
+        len(report.new) == len(report.dropped) == sum(len(module.state_dict()) for module in added_in(other).values())
+    )
+    part = _swapped("timm_vit", "blocks.1.attn", coef=1)
+    with pytest.raises(InputError, match=r"trunk's 'blocks\.0\.attn\.qkv\.weight' is missing"):
+        load_trunk(part, there.state_dict())
+
+
+def test_all_else_stays_strict() -> None:
+    net, state = _swapped("timm_vit", SWAPPED["timm_vit"]), small("timm_vit").state_dict()
+    del state["blocks.1.norm2.weight"]
+    with pytest.raises(InputError, match=r"trunk's 'blocks\.1\.norm2\.weight' is missing"):
+        load_trunk(net, state)
+    eamlp = EAMLP(embed_dim=16, depth=2, heads=2, img_size=32, num_classes=5)
+    assert not added_in(eamlp)
+    state = eamlp.state_dict()
+    del state["blocks.1.attn.query.weight"]
+    with pytest.raises(InputError, match=r"trunk's 'blocks\.1\.attn\.query\.weight' is missing"):
+        load_trunk(eamlp, state)
+
+
+def test_a_block_behind_a_module_is_new_or_comes_along(plain: nn.Module) -> None:
+    net = attach(small("cifar_basic"), "external", at="stages.2", slots=4)
+    report = load_trunk(net, plain.state_dict())
+    assert report.dropped == report.unexpected == () and same_trunk(net, plain)
+    assert {key.rpartition("external")[0] for key in report.new} == {"stages.2."}
+    shake(net)
+    again = attach(small("cifar_basic"), "external", at="stages.2", slots=4)
+    assert load_trunk(again, net.state_dict()).new == ()
+    assert same_trunk(again, net)
+
+
+def test_copies_and_saved_networks_know_what_was_put_in() -> None:
+    swapped = _swapped("timm_vit", SWAPPED["timm_vit"])
+    inserted = attach(small("cifar_basic"), "external", at="stages.2", slots=4)
+    for net, paths in ((swapped, [f"blocks.{i}.attn" for i in range(3)]), (inserted, ["stages.2.external"])):
+        for twin in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net)), attach(net, "eca", copy=True).backbone):
+            assert list(added_in(twin)) == paths

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 import lineattn.timm  # noqa: F401  # which registers the names
+from lineattn import attach, swap
 from lineattn.analysis.cost import count_macs, count_params
 from lineattn.errors import InputError
+from lineattn.hosts.weights import load_trunk, trunk_of
 from lineattn.models.eamlp import EAMLP, sinusoid_table
 from lineattn.models.eamlp_published import load_published
 from lineattn.nn.sample.external import ExternalMemory
@@ -385,6 +387,29 @@ def test_checkpointing_changes_nothing_in_training() -> None:
         assert torch.equal(a.grad, b.grad), name
     for (name, a), b in zip(nets[0].named_buffers(), nets[1].buffers(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("method", ["kcla", "mrla_light", "se"])
+def test_attention_over_depth(method: str) -> None:
+    """The output, branch and shortcut, the branch alone; behind each block but the last, as the head reads a token."""
+    net = fill(EAMLP(**SMALL | {"depth": 3}, **STILL)).eval()
+    host, x = attach(net, method), images(dtype=torch.float32)
+    assert list(host.sites) == ["blocks_0", "blocks_1"] and trunk_of(host)[1] == ("head",)
+    with torch.no_grad():
+        assert torch.equal(host(x), net(x))
+        assert [m.shape for m in host.features(x)] == [(3, 32, 2, 2)] * 3
+    host.train()(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for key, p in host.sites.named_parameters() if key.endswith("gain"))
+    again = EAMLP(**SMALL | {"depth": 3, "num_classes": 7})
+    report = load_trunk(again, host.state_dict())
+    assert report.new == ("head.weight", "head.bias") and report.unexpected == ()
+
+
+def test_its_attention_can_be_exchanged() -> None:
+    net = EAMLP(**SMALL | {"img_size": 64})
+    report = swap(net, "blocks.*.attn", "external_multihead", coef=1, slots=64)
+    assert [one.was for one in report.swapped] == ["MultiHeadExternalAttention"] * 2
+    assert report.swapped[0].at == "17" and net.blocks[0].attn.heads == 2
 
 
 def test_weights_into_a_network_made_without_memory() -> None:

@@ -105,6 +105,42 @@ def test_a_trunk_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
         assert "adapted conv1.weight: for 3 channels there, for 4 here" in said and "dropped fc.weight" in said
 
 
+VIT = {"name": "timm/vit_tiny_patch16_224", "num_classes": 5}
+SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+SWAPPED = {**VIT, "net_args": SIZES, "attn": "external_multihead", "swap": "blocks.*.attn", "coef": 1, "slots": 8}
+
+
+def test_attention_in_the_place_of_the_networks_own(capsys: pytest.CaptureFixture) -> None:
+    plain = create_model(**VIT, net_args=SIZES)
+    net = create_model(**SWAPPED, trunk=plain.state_dict())
+    assert [type(block.attn.attention).__name__ for block in net.blocks] == ["MultiHeadExternalAttention"] * 2
+    assert torch.equal(net.blocks[1].mlp.fc1.weight, plain.blocks[1].mlp.fc1.weight)
+    said = capsys.readouterr().out
+    assert "external_multihead in the place of 2 modules" in said and "MMACs at 17 positions" in said
+    assert "of other attention than stands there now" in said
+    reports: list[object] = []
+    create_model(**SWAPPED, trunk=plain.state_dict(), tell=reports.append)
+    assert not capsys.readouterr().out and [type(one).__name__ for one in reports] == ["SwapReport", "LoadReport"]
+
+
+def test_a_block_behind_a_module_of_a_trained_network() -> None:
+    plain = create_model("resnet14_cifar", width=8).eval()
+    net = create_model("resnet14_cifar", width=8, attn="external", at="stages.2", slots=8, trunk=plain.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(net.eval()(x), plain(x))
+    assert net.stages[2].external.memory.keys.shape == (8, 32)
+
+
+def test_arguments_of_the_constructor() -> None:
+    net = create_model("timm/vit_tiny_patch16_224", num_classes=3, in_chans=1, net_args=SIZES)
+    assert net(torch.randn(2, 1, 32, 32)).shape == (2, 3) and len(net.blocks) == 2
+    host = create_model("timm/eamlp_7", attn="kcla", net_args={"img_size": 32, "embed_dim": 32, "depth": 2, "heads": 2})
+    assert host(torch.randn(2, 3, 32, 32)).shape == (2, 1000)
+    dilated = create_model("resnet50", net_args={"replace_stride_with_dilation": [False, False, True]})
+    assert dilated.layer4[0].conv2.stride == (1, 1)
+
+
 def test_names() -> None:
     assert "resnet56_bottleneck_cifar" in list_models() and "resnet50" in list_models()
     assert list_models("*_bottleneck_cifar") == [n for n in list_models() if n.endswith("bottleneck_cifar")]
@@ -137,8 +173,25 @@ def test_every_listed_model_builds(name: str) -> None:
         ({"name": "resnet20_cifar", "attn": "none", "scope": "carry"}, "scope: for a method"),
         ({"name": "resnet20_cifar", "attn": "mrla_base", "scope": "carry"}, "use 'per_stage'"),
         ({"name": "resnet20_cifar", "attn": "kcla", "scope": "net"}, "scope is 'net'"),
+        ({"name": "resnet20_cifar", "at": "stages.2"}, "at: for a method, and attn is not given"),
+        ({"name": "resnet20_cifar", "attn": "none", "swap": "*"}, "swap: for a method, and attn is not given"),
+        ({"name": "resnet20_cifar", "attn": "external"}, r"swap='blocks\.\*\.attn': give one of them$"),
+        ({**SWAPPED, "at": "blocks.1"}, "give one of them, not both"),
+        ({"name": "resnet20_cifar", "attn": "kcla", "swap": "*"}, "swap: kcla stands behind every block"),
+        ({"name": "resnet20_cifar", "attn": "kcla", "at": "stages.2"}, "at: kcla stands behind every block"),
+        ({**SWAPPED, "init": "paper"}, "init='paper': for what is added to a network"),
+        ({**SWAPPED, "scope": "carry"}, "scope='carry': for attention over depth"),
+        ({**SWAPPED, "coeff": 1}, "did you mean 'coef'"),
+        ({**SWAPPED, "swap": "block.*"}, "no module 'block.*'; its attention: blocks.0.attn"),
+        ({"name": "resnet20_cifar", "net_args": {"depth": 8}}, "resnet20_cifar has none; width= is its only choice"),
+        ({**VIT, "net_args": {"img_sise": 32}}, "timm/vit_tiny_patch16_224 can't be built .*'img_sise'"),
+        ({**VIT, "net_args": {"num_heads": 7}}, "can't be built with net_args={'num_heads': 7}: "),
+        ({**VIT, "net_args": {"pretrained": True}}, "can't have 'pretrained': trunk= loads weights"),
+        ({"name": "resnet18", "net_args": {"img_size": 32}}, "resnet18 can't be built .*'img_size'"),
+        ({"name": "timm/eamlp_7", "net_args": {"img_size": 40}}, "^img_size is 40; both sides must be multiples of 16"),
     ],
 )
 def test_bad_arguments(args: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         create_model(**args)
+    assert "\n" not in str(caught.value)

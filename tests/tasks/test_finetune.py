@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lineattn import create_model
+from lineattn.cli.main import main
+from lineattn.cli.restore import restore
 from lineattn.cli.task import run
 from lineattn.errors import InputError
 from lineattn.hosts.weights import load_trunk
@@ -111,6 +113,86 @@ def test_frozen_means_evaluation(attn: str) -> None:
             assert module.net.sites["stages_0_0"].norm.training == mode
     learning = {key for key, p in trunk.named_parameters() if p.requires_grad}
     assert learning == {"fc.weight", "fc.bias"}
+
+
+VIT: dict[str, Any] = {
+    "name": "timm/vit_tiny_patch16_224",
+    "net_args": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2},
+}
+SWAP = {"attn": "external_multihead", "swap": "blocks.*.attn", "attn_args": {"coef": 1, "slots": 4}}
+EAMLP = {
+    "name": "timm/eamlp_7",
+    "net_args": {"img_size": 16, "embed_dim": 16, "depth": 2, "heads": 2, "stem_drop": 0.1},
+}
+
+
+def flags(model: dict[str, Any]) -> list[str]:
+    return [part for key, value in model.items() for part in (f"--model.{key}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("model", "added"),
+    [
+        ({**VIT, **SWAP}, ("blocks.0.attn.", "blocks.1.attn.")),
+        ({"name": "resnet14_cifar", "width": 8, "attn": "external", "at": "stages.2"}, ("stages.2.external.",)),
+        (EAMLP, ()),
+    ],
+)
+def test_frozen_means_all_but_what_was_put_in(model: dict[str, Any], added: tuple[str, ...]) -> None:
+    module = Classifier(**model, freeze_trunk=True, classes=3)
+    learning = {key for key, p in module.net.named_parameters() if p.requires_grad}
+    assert learning == {key for key, _ in module.net.named_parameters() if key.startswith((*added, "fc.", "head."))}
+    for mode in (True, False, True):
+        module.train(mode)
+        training = {f"{name}." for name, m in module.net.named_modules() if m.training}
+        assert all(name.startswith(added) for name in training) and bool(training) == bool(mode and added)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("model", [{**VIT, **SWAP}, EAMLP], ids=["swapped", "eamlp"])
+def test_a_run_of_attention_over_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture, model: dict[str, Any]
+) -> None:
+    """From a plain network's weights, frozen; gone on with, evaluated and rebuilt from its checkpoint alone."""
+    plain = create_model(model["name"], net_args=model["net_args"], num_classes=10, in_chans=1)
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    size = ("--data.image_size", str(model["net_args"]["img_size"]))
+    trunk = ("--model.trunk", str(tmp_path / "plain.pth"), "--model.freeze_trunk", "true")
+    options = (*RECIPE, *flags(model), *size, *trunk, "--optim.layer_decay", "0.8", "--optim.ema_decay", "0.5")
+    fit(tmp_path / "run", *options, quiet=False)
+    said = capsys.readouterr().out
+    assert ("external_multihead in the place of 2 modules" in said) == ("swap" in model)
+    assert "tensors loaded" in said and "before the first step" in said
+    found = fit(tmp_path / "run", "--ckpt_path", "last", "--trainer.max_epochs", "2", quiet=False)
+    assert found["epochs"] == 2 and "in the place of" not in capsys.readouterr().out
+    assert ("swap" in found["recipe"]["model"]) is False and found["recipe"]["model"]["net_args"] == model["net_args"]
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert run("test", "cls", ["--ckpt_path", str(checkpoint)], quiet=True)["test/acc1"] == found["last"]["test/acc1"]
+    weights = last(tmp_path / "run")
+    for key, value in plain.state_dict().items():
+        if "swap" not in model or ".attn." not in key:
+            assert torch.equal(weights[key], value) == (not key.startswith("head.")), key
+    trained = restore(checkpoint)
+    assert create_model(**trained.arguments, tell=lambda report: None).load_state_dict(trained.net.state_dict())
+
+
+@pytest.mark.medium
+def test_a_sweep_holds_the_plain_network_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What is of the method has no effect without one, and the runs count as of one recipe."""
+    shared = [*RECIPE, *flags({**VIT, **SWAP, "attn": "none"})]
+    axis = ["--grid", "model.attn=none,external_multihead"]
+    assert main(["sweep", *axis, "--out", str(tmp_path), *shared]) == 0, capsys.readouterr()
+    assert main(["compare", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "none" in said and "external_multihead" in said
+    trained = restore(tmp_path / "none-1" / "checkpoints" / "last.ckpt")
+    assert not {"swap", "coef", "slots"} & trained.arguments.keys()
+    assert "blocks.0.attn.qkv.weight" in create_model(**trained.arguments).state_dict()
+
+
+def test_arguments_of_the_method_are_no_others() -> None:
+    with pytest.raises(InputError, match="attn_args has 'swap', which is no argument of a method"):
+        Classifier(**VIT, attn="external_multihead", attn_args={"swap": "blocks.*.attn"}, classes=3)
 
 
 def test_what_has_no_plan_cannot_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,10 @@ def trained(tmp_path):
 )
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--model.width", "16"), ("--model.attn", "kcla"), ("--model.scope", "carry"), ("--data.channels", "3")],
+    [
+        *(("--model.width", "16"), ("--model.attn", "kcla"), ("--model.scope", "carry"), ("--data.channels", "3")),
+        *(("--model.swap", "blocks.*.attn"), ("--model.at", "layer4"), ("--model.net_args", "{'img_size': 64}")),
+    ],
 )
 def test_a_flag_against_the_network_of_the_checkpoint_is_an_error(trained, capsys, verb, flag, value):
     line = fails(capsys, verb, "cls", "--ckpt_path", str(trained), flag, value)
@@ -63,6 +66,13 @@ def test_repeating_what_the_checkpoint_holds_is_no_contradiction(trained, tmp_pa
         tmp_path / "run", *RECIPE, "--ckpt_path", "last", "--data.image_size", "16", "--trainer.max_epochs", "2"
     )
     assert found["epochs"] == 2
+
+
+def test_dictionaries_of_the_checkpoint_are_taken_whole(tmp_path):
+    arguments = "{block_args: {attn_layer: se}, stages: [1, 2]}"
+    fit(tmp_path / "run", *RECIPE, "--model.net_args", arguments)
+    found = fit(tmp_path / "run", "--ckpt_path", "last", "--trainer.max_epochs", "2")
+    assert found["recipe"]["model"]["net_args"] == yaml.safe_load(arguments)
 
 
 def test_without_flags_the_settings_and_the_folder_are_the_checkpoints(trained, tmp_path, monkeypatch):
@@ -179,6 +189,8 @@ SPY = {"class_path": "tests.tasks.test_flags.Spy", "init_args": {"word": "run"}}
         ("trainer.devices", [SPY]),
         ("model.attn_args", SPY),
         ("model.attn_args", {"norm": SPY}),
+        ("model.net_args", SPY),
+        ("model.net_args", {"block_args": SPY}),
         ("model.width", [SPY]),
         ("data.mean", [SPY]),
         ("data.root", SPY),

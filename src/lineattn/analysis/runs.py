@@ -15,7 +15,7 @@ import yaml
 from lineattn.errors import InputError
 
 # What tells methods apart; everything else of a run's settings is its recipe, and has to be equal to be compared.
-ATTENTION_KEYS = ("model.attn", "model.attn_args", "model.init", "model.scope")
+ATTENTION_KEYS = ("model.attn", "model.attn_args", "model.init", "model.scope", "model.at", "model.swap")
 
 # Settings that change no result: how a run is watched, read and saved.
 _NO_EFFECT = {

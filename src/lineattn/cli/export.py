@@ -166,6 +166,7 @@ def _folded(net: nn.Module) -> nn.Module:
     from lineattn.hosts.depth_host import DepthHost
     from lineattn.hosts.fold import fold_batch_norms
     from lineattn.hosts.plans import PLANS
+    from lineattn.nn.sample.base import SampleAttention
 
     if isinstance(net, DepthHost):
         folded = net.fuse()
@@ -174,6 +175,9 @@ def _folded(net: nn.Module) -> nn.Module:
         for plan in PLANS:
             if plan.matches(folded):
                 fold_batch_norms(list(plan.steps(folded)), folded)
+    for name, module in list(folded.named_modules()):
+        if isinstance(module, SampleAttention):
+            folded.set_submodule(name, module.fuse())
     for tensor in (*folded.parameters(), *folded.buffers()):
         tensor.data = tensor.data.clone(
             memory_format=torch.contiguous_format

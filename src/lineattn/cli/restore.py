@@ -44,7 +44,4 @@ def restore(path: Path) -> Trained:
     module = Classifier(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
     module.load_state_dict(found["state_dict"])
     net = module.net if module.ema is None else module.ema.module
-    # A saved configuration leaves out what is None.
-    arguments = {key: model[key] for key in ("name", "attn", "init", "scope", "width") if model.get(key) is not None}
-    arguments |= {"num_classes": len(classes), "in_chans": data.channels, **(model.get("attn_args") or {})}
-    return Trained(net.eval(), arguments, classes, data)
+    return Trained(net.eval(), module.arguments, classes, data)

@@ -82,9 +82,10 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
         for line in splits.notices:
             console.note(line)
         _header(cli)
-    if cli.module.trunk_report is not None:
-        console.say(cli.module.trunk_report)
-        if cli.ckpt_path is None and splits.val is not None:
+    if cli.ckpt_path is None:
+        for report in cli.module.reports:
+            console.say(str(report))
+        if cli.config.model.trunk is not None and splits.val is not None:
             cli.recorder.start = _evaluate(cli, "val")
             found = "  ".join(f"{key} {value:.4g}" for key, value in cli.recorder.start.items())
             console.say(f"before the first step: {found}")

@@ -29,7 +29,7 @@ from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
 
 # What a network is must not change under its weights ...
-_NETWORK = ("model.name", *ATTENTION_KEYS, "model.width", "model.trunk", "data.channels")
+_NETWORK = ("model.name", *ATTENTION_KEYS, "model.net_args", "model.width", "model.trunk", "data.channels")
 # ... and what a run computes must not change in its middle.
 _RUN = (
     "optim",
@@ -50,6 +50,7 @@ _TRAINER = {
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps"),
     *("deterministic", "benchmark", "inference_mode", "detect_anomaly"),
 }
+_WHOLE = ("model.attn_args", "model.net_args")  # dictionaries that are one value
 _NAMED = ("trainer.accelerator", "trainer.strategy")  # by a word; one with a dot would be a class
 # Of the terminal or of one run's time, so that nobody misses them.
 _PASSING = {"enable_progress_bar", "max_time", "default_root_dir"}
@@ -282,7 +283,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a dictionary that is a value itself stays one."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "model.attn_args":
+        if isinstance(value, dict) and name not in _WHOLE:
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
@@ -290,8 +291,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _plain(key: str, value: Any) -> bool:
     """Whether a value from a checkpoint is one that the parser takes as it stands."""
-    if key == "model.attn_args" and isinstance(value, dict):
-        return "class_path" not in value and all(_plain("", inner) for inner in value.values())
+    if key in _WHOLE and isinstance(value, dict):
+        return "class_path" not in value and all(_plain(key, inner) for inner in value.values())
     if key in _NAMED:
         return isinstance(value, str) and re.fullmatch(r"[a-z0-9_]+", value) is not None
     parts = value if isinstance(value, list) else [value]

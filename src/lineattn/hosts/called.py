@@ -9,12 +9,21 @@ from lineattn.errors import InputError
 from lineattn.nn.sample.base import SampleAttention
 
 
-class InTimm(nn.Module):
-    """As timm's blocks call their attention."""
+class Called(nn.Module):
+    """A method of the sample axis in the place of a network's own attention."""
 
     def __init__(self, attention: SampleAttention) -> None:
         super().__init__()
         self.attention = attention
+
+
+def called(module: nn.Module) -> nn.Module:
+    """The method that a module calls; any other module is its own."""
+    return module.attention if isinstance(module, Called) else module
+
+
+class InTimm(Called):
+    """As timm's blocks call their attention."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         _refuse_causal(self.attention, is_causal)
@@ -34,14 +43,10 @@ class InTimm(nn.Module):
         return there
 
 
-class InSwin(nn.Module):
+class InSwin(Called):
     """As timm's Swin calls the attention of its windows. A shifted window has parts that do not see each other."""
 
     parts = 4  # of a window that is shifted over the edges of both rows and columns
-
-    def __init__(self, attention: SampleAttention) -> None:
-        super().__init__()
-        self.attention = attention
 
     def set_window_size(self, window_size: object) -> None:
         """timm calls it for images of another size; nothing here depends on it."""
@@ -60,15 +65,11 @@ class InSwin(nn.Module):
         return out
 
 
-class InTorch(nn.Module):
+class InTorch(Called):
     """As `torch.nn.MultiheadAttention` is called for self-attention."""
 
     batch_first = True
     in_proj_bias = None  # torch.nn.TransformerEncoderLayer looks here whether it may leave out the call
-
-    def __init__(self, attention: SampleAttention) -> None:
-        super().__init__()
-        self.attention = attention
 
     def forward(
         self,

@@ -65,6 +65,7 @@ def insert(
     _refuse_odd(out, at, probe)
     given: dict[str, Any] = {"init": init, **method_args}
     block = cls(out.shape[1] if out.ndim == 4 else out.shape[2], **given)
+    block.added = True
     if not block.residual:
         raise InputError(f"{name} behind {at!r} has to be a block; leave out block=False")
     block.to(device=out.device, dtype=out.dtype).train(place.training)

@@ -37,9 +37,21 @@ def same_draws(probe: Tensor) -> Iterator[None]:
 
 def make_probe(net: nn.Module, side: int) -> Tensor:
     """Two random images, with the channels, on the device and of the numbers that a network's first layer has."""
-    first = next((module for module in net.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
+    images = images_of(net)
+    if images is None:
         raise InputError(f"a {type(net).__qualname__} has no 2-D convolution; attention over depth is for images")
+    channels, like = images
     draws = torch.Generator().manual_seed(0)
-    probe = torch.randn(2, first.in_channels, side, side, generator=draws, device="cpu")
-    return probe.to(first.weight)
+    return torch.randn(2, channels, side, side, generator=draws, device="cpu").to(like)
+
+
+def images_of(net: nn.Module) -> tuple[int, Tensor] | None:
+    """Channels of the images that a network is for, and a tensor on their device and of their numbers.
+
+    Those of its first convolution; without one, the channels are what the network says, as timm's do.
+    """
+    first = next((module for module in net.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is not None:
+        return first.in_channels, first.weight
+    channels = getattr(net, "in_chans", None)
+    return None if channels is None else (channels, next(net.parameters()))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lineattn import registry
 from lineattn.errors import InputError, unknown
-from lineattn.hosts.called import InSwin, InTimm, InTorch
+from lineattn.hosts.called import Called, InSwin, InTimm, InTorch, called
+from lineattn.hosts.probe import images_of
 from lineattn.hosts.step import loaded
 from lineattn.nn.sample.base import SampleAttention
 from lineattn.nn.sample.self_attention import self_attention_macs
@@ -117,6 +118,7 @@ def swap(net: nn.Module, pattern: str, method: str, *, example: Tensor | None = 
     for place in places:  # all are built before the first is exchanged
         arguments = _arguments(cls, place, method_args)
         attention = cls(place.channels, **arguments)
+        attention.added = True
         if attention.residual != place.residual:
             has, what = ("a residual", "has one already") if attention.residual else ("no residual", "needs one")
             raise InputError(f"{method} has {has} of its own, and the place of {place.path!r} {what}")
@@ -184,12 +186,12 @@ def _adapter(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, SampleAttention | InTimm | InSwin | InTorch) or _adapter(module) is not None
+    return isinstance(module, SampleAttention | Called) or _adapter(module) is not None
 
 
 def _place(names: list[str], module: Any) -> _Place:
     """Raises InputError where the module is no self-attention of one width."""
-    ours = getattr(module, "attention", module)
+    ours = called(module)
     if isinstance(ours, SampleAttention):
         adapter = (lambda new: new) if ours is module else type(module)
         return _Place(names, module, ours.channels, getattr(ours, "heads", None), ours.residual, ours.macs, adapter)
@@ -287,10 +289,11 @@ def _calls(net: nn.Module, paths: list[str], example: Tensor | None) -> dict[str
         return hook
 
     if example is None:
-        first = next((module for module in net.modules() if isinstance(module, nn.Conv2d)), None)
-        if first is None:
+        images = images_of(net)
+        if images is None:
             return {}
-        example = torch.empty(1, first.in_channels, *_size(net), dtype=first.weight.dtype, device="meta")
+        channels, like = images
+        example = torch.empty(1, channels, *_size(net), dtype=like.dtype, device="meta")
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in net.buffers()}
     memo |= {id(parameter): nn.Parameter(parameter.to("meta")) for parameter in net.parameters()}
     twin = copy.deepcopy(net, memo).eval()
@@ -309,8 +312,8 @@ def _calls(net: nn.Module, paths: list[str], example: Tensor | None) -> dict[str
 def _size(net: Any) -> tuple[int, int]:
     config = getattr(net, "pretrained_cfg", None) or {}
     side = getattr(net, "image_size", 224)
-    grid = getattr(getattr(net, "patch_embed", None), "img_size", None)
-    return grid or tuple(config.get("input_size", (3, side, side))[1:])
+    told = getattr(getattr(net, "patch_embed", net), "img_size", None)
+    return told if isinstance(told, tuple) else tuple(config.get("input_size", (3, side, side))[1:])
 
 
 def _count(module: nn.Module) -> int:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from lineattn import registry
 from lineattn.errors import InputError
 from lineattn.hosts.attach import make_method
+from lineattn.hosts.called import called
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.plans import find
 from lineattn.hosts.sources import Source, Weights, read
 from lineattn.nn.depth.base import DepthAttention
+from lineattn.nn.sample.base import SampleAttention
 
 _PREFIXES = ("module.", "_orig_mod.", "ema.module.", "model.", "net.", "backbone.")
 
@@ -29,7 +31,8 @@ class LoadReport:
     Attributes:
         source: Where the weights came from.
         loaded: Names in the network that were set.
-        new: Names in the network that the source doesn't have and need not: the methods, a fresh classifier.
+        new: Names in the network that the source doesn't have and need not: the methods, what was put in with
+            `lineattn.swap` and `lineattn.attach`, a fresh classifier.
         adapted: Of the loaded ones, those that were changed on the way, with what was done.
         dropped: Names in the source that were left out on purpose, with the reason.
         unexpected: Names in the source that the network has no place for.
@@ -64,7 +67,9 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
 
     A source that has attention too, such as a checkpoint of a run, gives it to the sites where the same method stands
     in the same form; elsewhere it is dropped, with the reason. The method and its arguments are known of a checkpoint;
-    of a bare state dict only names and shapes are, which some methods share.
+    of a bare state dict only names and shapes are, which some methods share. So it is with what `lineattn.swap` and
+    `lineattn.attach` have put in: it is loaded where the source has all of it and nothing else there. The attention of
+    a plain network, in whose place another stands, is dropped.
 
     Args:
         net: A host or a plain network.
@@ -92,12 +97,22 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
     found = read(source)
     theirs = {strip(key, ours): value for key, value in found.tensors.items()}
     attention = {key: theirs.pop(key) for key in list(theirs) if key.startswith("sites.")}
-    theirs = _as_the_network_has_them(trunk, ours, theirs)
+    added = tuple(f"{path}." for path in added_in(trunk))
+    needed = {key: value for key, value in ours.items() if not key.startswith(added)}
+    theirs = _as_the_network_has_them(trunk, needed, theirs)
     adapted = _adapt_first_conv(trunk, ours, theirs)
 
     load: dict[str, Tensor] = {}
     new, dropped = [], []
-    for key, value in ours.items():
+    for place in added:
+        here, there = (_under(place, tensors) for tensors in (ours, theirs))
+        theirs = {key: value for key, value in theirs.items() if key not in there}
+        if {key: value.shape for key, value in here.items()} == {key: value.shape for key, value in there.items()}:
+            load |= there
+        else:
+            new += here
+            dropped += [(key, "of other attention than stands there now") for key in there]
+    for key, value in needed.items():
         given = theirs.get(key)
         if given is not None and given.shape == value.shape:
             load[key] = given
@@ -148,6 +163,16 @@ def trunk_of(net: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     return trunk, plan.classifiers(trunk)
 
 
+def added_in(net: nn.Module) -> dict[str, nn.Module]:
+    """What `lineattn.swap` and `lineattn.attach` have put into a network, as it is called there, by its names."""
+    found: dict[str, nn.Module] = {}
+    for path, module in net.named_modules(remove_duplicate=False):
+        method, inside = called(module), path.rpartition(".")[0] in found
+        if isinstance(method, SampleAttention) and method.added and not inside:
+            found[path] = module
+    return found
+
+
 def strip(key: str, known: Mapping[str, Any]) -> str:
     """A name without what wrappers have put in front of it."""
     while key not in known:
@@ -162,6 +187,10 @@ def some(names: Sequence[str]) -> str:
     """The first names, and how many there are."""
     shown = ", ".join(names[:4])
     return f"{shown}, ... {len(names)} in all" if len(names) > 4 else shown
+
+
+def _under(place: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in tensors.items() if key.startswith(place)}
 
 
 def _as_the_network_has_them(

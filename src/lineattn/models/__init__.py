@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from lineattn import registry
 from lineattn.errors import InputError, unknown
 from lineattn.hosts.attach import attach
 from lineattn.hosts.site import StateScope
 from lineattn.hosts.sources import Source
+from lineattn.hosts.swap import swap as exchange
 from lineattn.hosts.weights import load_trunk
 from lineattn.models.cifar_resnet import BasicBlock, Bottleneck, CifarResNet
 from lineattn.nn.depth.base import Init
@@ -20,6 +23,11 @@ _CIFAR = (
     *(f"resnet{depth}_cifar" for depth in (20, 32, 44, 56, 110)),
     *(f"resnet{depth}_bottleneck_cifar" for depth in (20, 29, 56, 110, 164)),
 )
+# Arguments of other libraries' constructors that would make more, or less, than the network.
+_REFUSED = {
+    **dict.fromkeys(("pretrained", "checkpoint_path", "weights"), "trunk= loads weights"),
+    "features_only": "the classifier belongs to the network",
+}
 _TORCHVISION = (
     *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
     *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2"),
@@ -48,35 +56,55 @@ def create_model(
     in_chans: int = 3,
     init: Init = "identity",
     scope: str | StateScope | None = None,
+    at: str | None = None,
+    swap: str | None = None,
     width: int | None = None,
+    net_args: Mapping[str, Any] | None = None,
+    tell: Callable[[object], None] = print,
     **method_args: Any,
 ) -> nn.Module:
-    """A network by name, plain or with attention over depth.
+    """A network by name: plain, with attention over depth, or with other attention over the positions of a sample.
 
     Args:
         name: One of `list_models`, or ``timm/NAME``.
-        attn: Method of the depth axis; ``None`` or ``"none"`` for the plain network.
-        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`; what became of each is printed.
+        attn: Method of the depth axis, or of the sample axis with ``at`` or ``swap``; ``None`` or ``"none"`` for the
+            plain network.
+        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`.
         num_classes: Classes; by default 10 for CIFAR networks and the library's, 1000 mostly, for others.
         in_chans: Channels of the image.
         init: Start of the methods, see `lineattn.attach`. ``paper`` also starts torchvision's residual branches at
             zero, as the papers' ImageNet recipes do.
         scope: Reach of the state, see `lineattn.attach`.
+        at: Name of the module that a block of the sample axis stands behind, see `lineattn.attach`.
+        swap: Names of the attention in whose place a method of the sample axis comes, see `lineattn.swap`.
         width: Planes of the first stage of a CIFAR network, by default 16.
+        net_args: Further arguments of the constructor that timm or torchvision has for the network, as ``img_size``.
+        tell: Gets the reports of ``swap`` and of ``trunk``; by default they are printed.
         method_args: Arguments of the method.
 
     Returns:
-        The plain network, or a `lineattn.hosts.depth_host.DepthHost`.
+        The library's own network, for attention over depth in a `lineattn.hosts.depth_host.DepthHost`.
 
     Raises:
-        InputError: No such model, method or argument, or weights that don't fit.
+        InputError: No such model, method, module or argument, or weights that don't fit.
 
     Example:
         >>> net = create_model("resnet20_bottleneck_cifar", attn="kcla", num_classes=100, init="paper")
         >>> sum(p.numel() for p in net.parameters())
         257938
+        >>> sizes, memory = {"img_size": 64, "patch_size": 8, "depth": 1}, {"coef": 1, "slots": 64}
+        >>> net = create_model(
+        ...     "timm/vit_tiny_patch16_224", attn="external_multihead", swap="blocks.*.attn", net_args=sizes, **memory
+        ... )
+        external_multihead in the place of 1 modules
+          blocks.0.attn (Attention): 148,224 -> 82,432 parameters, 11.2 -> 6.4 MMACs at 65 positions
+        in all 148,224 -> 82,432 parameters, 11.2 -> 6.4 MMACs an image
     """
+    _refuse_misplaced(attn, init=init, scope=scope, at=at, swap=swap, method_args=method_args)
+    given = dict(net_args or {})
     if match := re.fullmatch(r"resnet(\d+)(_bottleneck)?_cifar", name):
+        if given:
+            raise InputError(f"net_args={given}: {name} has none; width= is its only choice")
         block = Bottleneck if match[2] else BasicBlock
         classes = 10 if num_classes is None else num_classes
         net = CifarResNet(
@@ -85,34 +113,87 @@ def create_model(
     elif width is not None:
         raise InputError(f"width is for CIFAR networks; {name} has none")
     elif name in _TORCHVISION:
-        net = _torchvision(name, 1000 if num_classes is None else num_classes, in_chans, init == "paper")
+        classes = 1000 if num_classes is None else num_classes
+        net = _built(name, given, _torchvision, num_classes=classes, in_chans=in_chans, zero_branches=init == "paper")
     elif name.startswith("timm/"):
-        net = _timm(name, num_classes, in_chans)
+        net = _built(name, given, _timm, num_classes=num_classes, in_chans=in_chans)
     else:
         raise unknown("model", name, [*list_models(), *_in_timm(name)])
-    if attn is None or attn == "none":
-        if method_args or scope is not None:
-            given = ", ".join([*method_args, *(["scope"] if scope is not None else [])])
-            raise InputError(f"{given}: for a method, and attn is not given")
-    else:
-        net = attach(net, attn, init=init, scope=scope, **method_args)
+    if attn is not None and attn != "none":
+        if swap is not None:
+            tell(exchange(net, swap, attn, **method_args))
+        elif at is not None:
+            net = attach(net, attn, at=at, init=init, **method_args)
+        else:
+            net = attach(net, attn, init=init, scope=scope, **method_args)
     if trunk is not None:
-        print(load_trunk(net, trunk))
+        tell(load_trunk(net, trunk))
     return net
 
 
-def _torchvision(name: str, num_classes: int, in_chans: int, zero_branches: bool) -> nn.Module:
+def _refuse_misplaced(
+    attn: str | None,
+    *,
+    init: Init,
+    scope: str | StateScope | None,
+    at: str | None,
+    swap: str | None,
+    method_args: Mapping[str, Any],
+) -> None:
+    """Refuses what the method has no use for, before the network is built."""
+    where = {key: value for key, value in {"scope": scope, "at": at, "swap": swap}.items() if value is not None}
+    if attn is None or attn == "none":
+        if method_args or where:
+            raise InputError(f"{', '.join([*method_args, *where])}: for a method, and attn is not given")
+        return
+    if registry.get(attn).axis != "sample":
+        if odd := {"at", "swap"} & where.keys():
+            raise InputError(
+                f"{sorted(odd)[0]}: {attn} stands behind every block; give scope= for where it looks back to"
+            )
+        return
+    if (at is None) == (swap is None):
+        both = "" if at is None else ", not both"
+        raise InputError(
+            f"{attn} stands behind one module, at='layer4', or in the place of attention, swap='blocks.*.attn': give "
+            f"one of them{both}"
+        )
+    if scope is not None:
+        raise InputError(f"scope={scope!r}: for attention over depth; {attn} is over the positions of a sample")
+    if swap is not None and init != "identity":
+        raise InputError(
+            f"init={init!r}: for what is added to a network; in the place of attention, {attn} has no choice"
+        )
+
+
+def _built(name: str, net_args: dict[str, Any], build: Callable[..., nn.Module], **own: Any) -> nn.Module:
+    """The library's network, with arguments that it may not take."""
+    for key in net_args:
+        if key in _REFUSED:
+            raise InputError(f"net_args of {name} can't have {key!r}: {_REFUSED[key]}")
+    try:
+        return build(name, **own, **net_args)
+    except InputError:
+        raise
+    except Exception as error:  # of anybody's code, which checks its arguments as it likes
+        if not net_args:
+            raise
+        reason = " ".join(str(error).split())
+        raise InputError(f"{name} can't be built with net_args={net_args}: {reason}") from error
+
+
+def _torchvision(name: str, num_classes: int, in_chans: int, zero_branches: bool, **net_args: Any) -> nn.Module:
     """torchvision's network; imported here, as the import takes seconds."""
     from torchvision.models import get_model
 
-    net: Any = get_model(name, num_classes=num_classes, zero_init_residual=zero_branches)
+    net: Any = get_model(name, num_classes=num_classes, zero_init_residual=zero_branches, **net_args)
     if in_chans != 3:
         net.conv1 = nn.Conv2d(in_chans, net.conv1.out_channels, 7, 2, 3, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
     return net
 
 
-def _timm(name: str, num_classes: int | None, in_chans: int) -> nn.Module:
+def _timm(name: str, num_classes: int | None, in_chans: int, **net_args: Any) -> nn.Module:
     """timm's network; imported here, as the import takes seconds. Ours among them are registered first."""
     import timm
 
@@ -123,7 +204,7 @@ def _timm(name: str, num_classes: int | None, in_chans: int) -> nn.Module:
         raise InputError(f"{name} are weights: the network is timm/{arch}, and trunk={name!r} loads them into it")
     if not timm.is_model(arch):
         raise unknown("model", name, [f"timm/{known}" for known in timm.list_models()])
-    return timm.create_model(arch, num_classes=num_classes, in_chans=in_chans)
+    return timm.create_model(arch, num_classes=num_classes, in_chans=in_chans, **net_args)
 
 
 def _in_timm(name: str) -> list[str]:

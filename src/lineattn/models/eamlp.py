@@ -127,9 +127,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.mlp_branch(x)
+
+    def mlp_branch(self, x: Tensor) -> Tensor:
+        """What the MLP adds to the tokens behind the attention."""
         # In rows, where a synchronised norm that somebody put in the batch norm's place finds its channels too.
         normed = self.norm2(x) if isinstance(self.norm2, nn.LayerNorm) else self.norm2(x.flatten(0, 1)).view_as(x)
-        return x + self.drop_path(self.mlp(normed))
+        return self.drop_path(self.mlp(normed))
 
 
 class EAMLP(nn.Module):
@@ -217,13 +221,14 @@ class EAMLP(nn.Module):
         if norm_mlp not in get_args(MlpNorm):
             raise InputError(f"norm_mlp is {norm_mlp!r}; it must be 'ln' or 'bn'")
         self.num_classes, self.in_chans, self.img_size = num_classes, in_chans, (height, width)
+        self.grid = (height // STRIDE, width // STRIDE)
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.grad_checkpointing = False
 
         self.stem = Stem(in_chans, embed_dim, norm=norm, dropout=stem_drop)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
-        tokens = 1 + (height // STRIDE) * (width // STRIDE)
-        self.register_buffer("pos_embed", sinusoid_table(tokens, embed_dim)[None], persistent=False)
+        table = sinusoid_table(1 + self.grid[0] * self.grid[1], embed_dim)
+        self.register_buffer("pos_embed", table[None], persistent=False)
         self.register_load_state_dict_post_hook(_restore_table)
         self.pos_drop = nn.Dropout(drop_rate)
 
@@ -255,6 +260,13 @@ class EAMLP(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """``(B, in_chans, H, W) -> (B, 1 + H * W / 256, C)``: the class token, then the image's, normed."""
+        x = self.pos_drop(self.embed(self.tokens(x)))
+        for block in self.blocks:
+            x = checkpointed(block, [block], x) if self.grad_checkpointing and self.training else block(x)
+        return self.norm(x)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """``(B, in_chans, H, W) -> (B, H * W / 256, C)``, by the stem."""
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise InputError(f"x is {tuple(x.shape)}; images are (B, {self.in_chans}, H, W)")
         height, width = x.shape[2:]
@@ -263,13 +275,12 @@ class EAMLP(nn.Module):
                 f"x is {tuple(x.shape)}; this network is for images of {self.img_size[0]}x{self.img_size[1]}: "
                 f"build it with img_size={height if height == width else (height, width)}"
             )
-        x = self.stem(x)
+        return self.stem(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """``(B, N, C) -> (B, 1 + N, C)``: the class token before the others, and to each its position."""
         first = self.cls_token.expand(x.shape[0], -1, -1)  # not len(x), which a graph for any batch can't hold
-        x = torch.cat((first, x), 1) + self.pos_embed
-        x = self.pos_drop(x)
-        for block in self.blocks:
-            x = checkpointed(block, [block], x) if self.grad_checkpointing and self.training else block(x)
-        return self.norm(x)
+        return torch.cat((first, x), 1) + self.pos_embed
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """``(B, N, C) -> (B, num_classes)``, or ``(B, C)``: of the class token."""

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from lineattn.errors import InputError
-from lineattn.hosts.weights import load_trunk, trunk_of
+from lineattn.hosts.weights import added_in, load_trunk, trunk_of
 from lineattn.measure import SavedBytes, static_bytes
 from lineattn.models import create_model
 from lineattn.nn.depth.base import Init
@@ -31,10 +31,14 @@ class Classifier(LightningModule):
 
     Args:
         name: The network, see `lineattn models`.
-        attn: A method of depth attention, or `none`.
+        attn: A method, or `none`: then `scope`, `at`, `swap` and `attn_args` have no effect, so that a sweep may hold
+            the plain network too. One of attention over depth stands behind every block; others need `at` or `swap`.
         init: `paper`, or `identity`: at the start the network computes what it does without attention.
         scope: How far the attention's state is carried: `carry`, `per_stage` or `every=k`; by default the method's.
+        at: The module that a block of the sample axis stands behind, such as `layer4`.
+        swap: Names of the network's attention in whose place a method of the sample axis comes: `blocks.*.attn`.
         attn_args: Further arguments of the method, such as `head_dim` or `drop_path`.
+        net_args: Further arguments of the network's own constructor, such as `img_size` of timm's transformers.
         width: Channels of the first stage, for networks that have the choice.
         trunk: Weights to start from, of the network without attention or of another run: a file, or by name as
             `timm/resnet50.a1_in1k` and `torchvision/resnet50`.
@@ -54,7 +58,10 @@ class Classifier(LightningModule):
         attn: str = "none",
         init: Init = "identity",
         scope: str | None = None,
+        at: str | None = None,
+        swap: str | None = None,
         attn_args: dict[str, Any] | None = None,
+        net_args: dict[str, Any] | None = None,
         width: int | None = None,
         trunk: str | None = None,
         freeze_trunk: bool = False,
@@ -70,25 +77,26 @@ class Classifier(LightningModule):
         super().__init__()
         self.optim, self.seed = optim or Optim(), seed
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        arguments = {"name": name, "attn": attn, "init": init, "width": width, "net_args": net_args}
+        arguments |= {"num_classes": classes, "in_chans": in_chans}
+        of_method = {"scope": scope, "at": at, "swap": swap}
+        if twice := (arguments | of_method).keys() & (attn_args or {}).keys():
+            raise InputError(f"--model.attn_args has {sorted(twice)[0]!r}, which is no argument of a method")
+        if attn != "none":
+            arguments |= of_method
+        self.arguments: dict[str, Any] = {key: value for key, value in arguments.items() if value is not None}
+        if attn != "none" and attn_args is not None:
+            self.arguments |= attn_args
+        self.reports: list[object] = []
         with seeded(seed):
-            self.net: nn.Module = create_model(
-                name,
-                attn=None if attn == "none" else attn,
-                num_classes=classes,
-                in_chans=in_chans,
-                init=init,
-                scope=scope,
-                width=width,
-                **(attn_args or {}),
-            )
-        self.trunk_report: str | None = None
+            self.net: nn.Module = create_model(**self.arguments, tell=self.reports.append)
         if trunk is not None:
-            self.trunk_report = str(load_trunk(self.net, trunk))
+            self.reports.append(load_trunk(self.net, trunk))
         self.freeze_trunk = freeze_trunk
         if freeze_trunk:
             frozen, classifiers = trunk_of(self.net)
             frozen.requires_grad_(False)
-            for path in classifiers:
+            for path in (*classifiers, *added_in(frozen)):
                 frozen.get_submodule(path).requires_grad_(True)
             self.train()
         self.net = self.net.to(memory_format=self.memory_format)  # pyright: ignore[reportCallIssue]
@@ -105,10 +113,12 @@ class Classifier(LightningModule):
         self.first_bad = torch.tensor(math.inf)
 
     def train(self, mode: bool = True) -> Self:
-        """Training or evaluation mode; a frozen trunk is always in evaluation."""
+        """Training or evaluation mode; a frozen trunk is always in evaluation, but for what was put in."""
         super().train(mode)
         if self.freeze_trunk:
-            trunk_of(self.net)[0].eval()
+            frozen = trunk_of(self.net)[0].eval()
+            for module in added_in(frozen).values():
+                module.train(mode)
         return self
 
     def forward(self, images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from lineattn.errors import InputError
 from lineattn.hosts.plans import (
     cifar_resnet,
     convnext,
+    eamlp,
     efficientnet,
     regnet,
     swin,
@@ -23,6 +24,7 @@ PLANS: tuple[Plan, ...] = (
     torchvision_resnet.PLAN,
     timm_resnet.PLAN,
     *(plan for family in (convnext, regnet, efficientnet, vit, swin) for plan in (family.TIMM, family.TORCHVISION)),
+    eamlp.PLAN,
 )
 
 

@@ -37,6 +37,8 @@ class SampleAttention(nn.Module, ABC):
 
     residual: bool = False
     """Whether the method adds what it finds to its input, and so is a block that can be put behind another."""
+    added: bool = False
+    """Whether `lineattn.swap` or `lineattn.attach` has put it into a network, whose weights have none of it."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
