@@ -138,11 +138,14 @@ def finetune() -> str:
     return "\n\n".join([markdown(rows, list(rows[0])), _origin("`make finetune`", found["environment"])])
 
 
-def study() -> str:
-    """Test accuracy on a few real images, and the paired difference from the plain network."""
-    found = _read("study")
-    plain = _by_seed(found["cells"][0])
-    rows = []
+_SEEDS_OF_A_TEST = 5
+
+
+def study(name: str) -> str:
+    """Test accuracy on a few real images, and the paired difference from the first row."""
+    found = _read(f"study_{name}")
+    first, rows = found["cells"][0], []
+    interval = " (95 % interval)" if first["wanted"] >= _SEEDS_OF_A_TEST else ""
     for cell in found["cells"]:
         ours = _by_seed(cell)
         rows.append(
@@ -150,13 +153,13 @@ def study() -> str:
                 "": cell["name"],
                 "test accuracy, %": spread(list(ours.values())),
                 "seeds": f"{len(ours)}" if len(ours) == cell["wanted"] else f"{len(ours)} of {cell['wanted']}",
-                "minus plain (95 % interval)": "" if cell is found["cells"][0] else _paired(ours, plain),
+                f"minus {first['name']}{interval}": "" if cell is first else _paired(ours, _by_seed(first)),
                 "parameters": f"{cell['params']:,}",
                 "MMACs": f"{cell['macs'] / 1e6:.1f}",
             }
         )
     environment = found["environment"] | {"git": " and ".join(commit[:10] for commit in found["commits"])}
-    return "\n\n".join([markdown(rows, list(rows[0])), _origin("`make study`", environment)])
+    return "\n\n".join([markdown(rows, list(rows[0])), _origin(f"`make study STUDY={name}`", environment)])
 
 
 def _by_seed(cell: dict[str, Any]) -> dict[int, float]:
@@ -167,14 +170,15 @@ def _paired(ours: dict[int, float], theirs: dict[int, float]) -> str:
     """The mean difference over common seeds; an interval, and a verdict, from five seeds on."""
     seeds = sorted(ours.keys() & theirs.keys())
     differences = [ours[seed] - theirs[seed] for seed in seeds]
-    if len(seeds) < 5:
+    if len(seeds) < _SEEDS_OF_A_TEST:
         return f"{statistics.mean(differences):+.2f}, no test"
     centre, low, high = paired_interval([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
     return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high)}"
 
 
-TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune, "study": study}
+TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune}
 SUBJECTS = ("scan", "memory", "decode")
+STUDIES = ("depth", "sample")
 
 
 def main(check: bool) -> int:
@@ -182,6 +186,7 @@ def main(check: bool) -> int:
     path = ROOT / "README.md"
     before = text = path.read_text()
     tables = TABLES | {subject: partial(operator, subject) for subject in SUBJECTS}
+    tables |= {f"study {name}": partial(study, name) for name in STUDIES}
     for name, table in tables.items():
         start, end = f"<!-- table: {name} -->", "<!-- end -->"
         if start not in before:

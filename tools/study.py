@@ -1,6 +1,6 @@
-"""Runs the small study of depth attention, and collects what its runs have found: results/study.json, docs/study.png.
+"""Runs a small study, and collects what its runs have found: results/study_NAME.json, docs/study_NAME.png.
 
-Usage: python tools/study.py FOLDER_OF_IMAGES OUT [--jobs 2] [--collect]
+Usage: python tools/study.py depth|sample FOLDER_OF_IMAGES OUT [--jobs 2] [--collect]
 
 Every cell is a `lineattn sweep`; the command goes on where it was stopped. Cells run beside each other with one thread
 each: networks this small keep one core busy.
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,59 +25,100 @@ from matplotlib.figure import Figure
 from lineattn.files import write_json, write_whole
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "study" / "cifar10_resnet20.yaml"
-HEADS = "head_dim: 16, drop_path: 0.0"
-# Cells by name: attention options of `lineattn fit`, and how many seeds. Paper's start, no drop path, if not said.
-CELLS: dict[str, tuple[dict[str, str], int]] = {
-    "none": ({"model.attn": "none"}, 5),
-    "mrla_light": ({"model.attn": "mrla_light", "model.attn_args": f"{{{HEADS}}}"}, 5),
-    "kcla": ({"model.attn": "kcla", "model.attn_args": f"{{{HEADS}}}"}, 5),
-    "layer_softmax": ({"model.attn": "layer_softmax", "model.attn_args": f"{{{HEADS}}}"}, 3),
-    "dla_light": ({"model.attn": "dla_light", "model.attn_args": f"{{{HEADS}, reduction: 4}}"}, 3),
-    "kcla_identity": ({"model.attn": "kcla", "model.init": "identity", "model.attn_args": f"{{{HEADS}}}"}, 3),
-    "kcla_temperature": ({"model.attn": "kcla_temperature", "model.attn_args": f"{{{HEADS}}}"}, 3),
-    "kcla_drop_path": ({"model.attn": "kcla", "model.attn_args": "{head_dim: 16, drop_path: 0.2}"}, 3),
-    "kcla_no_gate": ({"model.attn": "kcla_no_gate", "model.attn_args": f"{{{HEADS}}}"}, 3),
-    "kcla_equal_temperatures": ({"model.attn": "kcla", "model.attn_args": f"{{{HEADS}, p: 1.0}}"}, 3),
-}
-NAMES = {
-    "none": "plain",
-    "mrla_light": "MRLA-light",
-    "kcla": "KCLA",
-    "layer_softmax": "standard layer attention",
-    "dla_light": "DLA-light",
-    "kcla_identity": "KCLA, `init='identity'`",
-    "kcla_temperature": "KCLA, learned temperatures",
-    "kcla_drop_path": "KCLA, drop path 0.2",
-    "kcla_no_gate": "KCLA without gate",
-    "kcla_equal_temperatures": "KCLA, all temperatures 1",
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of a study: a name for the table, options of `lineattn fit`, and how many seeds."""
+
+    name: str
+    options: dict[str, str]
+    seeds: int = 3
+
+
+@dataclass(frozen=True)
+class Study:
+    """Cells by the name of their folder; the first is the one that others are compared with."""
+
+    recipe: str
+    title: str
+    cells: dict[str, Cell]
+
+
+def depth(name: str, attn: str, arguments: str = "", seeds: int = 3, **model: str) -> Cell:
+    """Paper's start, and no drop path, if not said."""
+    options = {"model.attn": attn} | {f"model.{key}": value for key, value in model.items()}
+    if attn != "none":
+        options["model.attn_args"] = f"{{head_dim: 16, {arguments or 'drop_path: 0.0'}}}"
+    return Cell(name, options, seeds)
+
+
+def sample(name: str, attn: str, arguments: str = "{}") -> Cell:
+    """In the place of the network's own attention."""
+    return Cell(name, {"model.attn": attn, "model.swap": "blocks.*.attn", "model.attn_args": arguments})
+
+
+STUDIES = {
+    "depth": Study(
+        "cifar10_resnet20.yaml",
+        "ResNet-20, 5,000 re-encoded CIFAR-10 images, 4 epochs",
+        {
+            "none": depth("plain", "none", seeds=5),
+            "mrla_light": depth("MRLA-light", "mrla_light", seeds=5),
+            "kcla": depth("KCLA", "kcla", seeds=5),
+            "layer_softmax": depth("standard layer attention", "layer_softmax"),
+            "dla_light": depth("DLA-light", "dla_light", "drop_path: 0.0, reduction: 4"),
+            "kcla_identity": depth("KCLA, `init='identity'`", "kcla", init="identity"),
+            "kcla_temperature": depth("KCLA, learned temperatures", "kcla_temperature"),
+            "kcla_drop_path": depth("KCLA, drop path 0.2", "kcla", "drop_path: 0.2"),
+            "kcla_no_gate": depth("KCLA without gate", "kcla_no_gate"),
+            "kcla_equal_temperatures": depth("KCLA, all temperatures 1", "kcla", "drop_path: 0.0, p: 1.0"),
+        },
+    ),
+    "sample": Study(
+        "cifar10_vit.yaml",
+        "a small vision transformer, 5,000 re-encoded CIFAR-10 images, 10 epochs",
+        {
+            "none": Cell("self-attention", {"model.attn": "none"}),
+            "external_multihead": sample("multi-head EA, as published", "external_multihead"),
+            "coef_1": sample("multi-head EA, as many heads (`coef=1`)", "external_multihead", "{coef: 1, slots: 64}"),
+            "external": sample("EA, one head", "external"),
+            "slots_16": sample("EA, 16 slots", "external", "{slots: 16}"),
+            "slots_256": sample("EA, 256 slots", "external", "{slots: 256}"),
+            "independent": sample("EA, memories start apart", "external", "{start: independent}"),
+            "tied": sample("EA, one memory", "external", "{start: tied}"),
+            "softmax": sample("EA, softmax over slots alone", "external", "{norm: slots}"),
+        },
+    ),
 }
 
 
-def train(images: Path, out: Path, jobs: int) -> int:
+def train(study: Study, images: Path, out: Path, jobs: int) -> int:
     """Trains what is missing, a process a run, the first seeds of all cells first; returns how many runs failed."""
-    runs = [(seed, name) for name, (_, seeds) in CELLS.items() for seed in range(1, seeds + 1)]
+    runs = [(seed, name) for name, cell in study.cells.items() for seed in range(1, cell.seeds + 1)]
     with ThreadPoolExecutor(jobs) as pool:
-        codes = pool.map(lambda run: _train(images, out, run[1], run[0]), sorted(runs, key=lambda run: run[0]))
+        codes = pool.map(lambda run: _train(study, images, out, run[1], run[0]), sorted(runs, key=lambda run: run[0]))
         return sum(code != 0 for code in codes)
 
 
-def _train(images: Path, out: Path, name: str, seed: int) -> int:
-    options = [part for key, value in CELLS[name][0].items() for part in (f"--{key}", value)]
-    command = [sys.executable, "-m", "lineattn", "sweep", "--config", str(RECIPE), "--data.root", str(images)]
+def _train(study: Study, images: Path, out: Path, name: str, seed: int) -> int:
+    options = [part for key, value in study.cells[name].options.items() for part in (f"--{key}", value)]
+    recipe = ROOT / "recipes" / "study" / study.recipe
+    command = [sys.executable, "-m", "lineattn", "sweep", "--config", str(recipe), "--data.root", str(images)]
     command += [*options, "--data.num_workers", "0", "--seeds", str(seed), "--out", str(out / name)]
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
-def collect(out: Path) -> dict[str, Any]:
+def collect(study: Study, out: Path) -> dict[str, Any]:
     """Test accuracy of every finished run by cell, with its settings, and where they were made."""
     cells = []
-    for name, (settings, seeds) in CELLS.items():
-        found = [_summary(out / name / str(seed)) for seed in range(1, seeds + 1)]
+    for name, cell in study.cells.items():
+        found = [_summary(out / name / str(seed)) for seed in range(1, cell.seeds + 1)]
         runs = [{"seed": one["seed"]} | one["last"] for one in found if one]
         first = next((one for one in found if one), {})
         costs = {key: first.get(key) for key in ("params", "macs")}
-        cells.append({"cell": name, "name": NAMES[name], "settings": settings, "wanted": seeds, "runs": runs} | costs)
+        row = {"cell": name, "name": cell.name, "settings": cell.options, "wanted": cell.seeds, "runs": runs}
+        cells.append(row | costs)
     environments = [json.loads(path.read_text()) for path in sorted(out.glob("*/*/env.json"))]
     if not environments:
         raise SystemExit(f"{out}: no run here yet; run `make study`")
@@ -90,37 +132,40 @@ def _summary(folder: Path) -> dict[str, Any] | None:
     return found if found.get("status") == "done" else None
 
 
-def draw(cells: list[dict[str, Any]], path: Path) -> None:
-    """Test accuracy: a dot a seed, a line at their mean, a row a cell."""
+def draw(title: str, cells: list[dict[str, Any]], path: Path) -> None:
+    """Test accuracy: a dot a seed, a line at their mean, a row a cell; a dashed line at the mean of the first."""
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
     cells = [cell for cell in cells if cell["runs"]]
     for i, cell in enumerate(cells):
         values = [run["test/acc1"] for run in cell["runs"]]
-        colour = "0.4" if cell["cell"] == "none" else "tab:orange" if cell["cell"].startswith("kcla") else "tab:blue"
+        ours = cell["cell"].startswith("kcla")
+        colour = "0.4" if cell["cell"] == "none" else "tab:orange" if ours else "tab:blue"
         axes.plot(values, [i] * len(values), "o", color=colour, alpha=0.6, markersize=6)
         axes.plot([statistics.mean(values)] * 2, [i - 0.35, i + 0.35], color=colour, linewidth=2.5)
         if cell["cell"] == "none":
             axes.axvline(statistics.mean(values), color=colour, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(cells)), [f"{cell['name'].replace('`', '')} ({len(cell['runs'])})" for cell in cells])
     axes.invert_yaxis()
-    axes.set(xlabel="test top-1 accuracy, %", title="ResNet-20, 5,000 re-encoded CIFAR-10 images, 4 epochs (seeds)")
+    axes.set(xlabel="test top-1 accuracy, %", title=f"{title} (seeds)")
     axes.grid(axis="x", alpha=0.3)
     write_whole(path, lambda file: canvas.print_png(file))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
     parser.add_argument("images", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other")
     parser.add_argument("--collect", action="store_true", help="train nothing")
     options = parser.parse_args()
-    failed = 0 if options.collect else train(options.images, options.out, options.jobs)
-    found = collect(options.out)
-    write_json(ROOT / "results" / "study.json", found)
-    draw(found["cells"], ROOT / "docs" / "study.png")
+    study = STUDIES[options.study]
+    failed = 0 if options.collect else train(study, options.images, options.out, options.jobs)
+    found = collect(study, options.out)
+    write_json(ROOT / "results" / f"study_{options.study}.json", found)
+    draw(study.title, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
     return 1 if failed else 0
 
 
