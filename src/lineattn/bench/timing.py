@@ -1,14 +1,15 @@
 """Timing of several calls against each other in one process.
 
-Load and clock change from second to second, so the calls take turns, in an order that is reversed every round, and
-what is compared are medians. Besides wall time the processor time of all threads is kept: on a busy machine only that
-is worth comparing.
+Load and clock change from second to second, so the calls take turns, in an order that is drawn every round, and what
+is compared are medians. Besides wall time the processor time of all threads is kept: on a busy machine only that is
+worth comparing.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ class Timing:
 def take_turns(
     calls: dict[str, Callable[[], object]], *, rounds: int, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Timing]:
-    """Times calls in turns.
+    """Times calls in turns, in another order each round: whoever comes first finds other caches than the next.
 
     Args:
         calls: What to time, by name; each is called once before, to warm up.
@@ -60,12 +61,12 @@ def take_turns(
     timings = {name: Timing() for name in calls}
     for call in calls.values():
         call()
-    collects = gc.isenabled()
+    draws, collects = random.Random(0), gc.isenabled()
     gc.disable()  # a collection goes through every object alive, whoever made it, and comes in anybody's turn
     try:
-        for i in range(rounds):
+        for _ in range(rounds):
             gc.collect()
-            for name in list(calls) if i % 2 == 0 else list(calls)[::-1]:
+            for name in draws.sample(list(calls), len(calls)):
                 cpu, wall = time.process_time(), time.perf_counter()
                 calls[name]()
                 timings[name].cpu_ms.append((time.process_time() - cpu) * 1e3)

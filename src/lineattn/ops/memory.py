@@ -145,9 +145,12 @@ class _ExternalAttention(torch.autograd.Function):
         *tensors, ctx.norm, ctx.tile = inputs
         ctx.save_for_backward(*tensors, output[1])
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # zeros for what is kept, as large as it
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
+            return (None,) * 6
         query, keys, values, mask, kept = ctx.saved_tensors
         with no_autocast(query.device):
             return *_gradients(query, keys, values, mask, kept, grads[0], ctx.norm, ctx.tile), None, None, None
@@ -177,22 +180,27 @@ def _gradients(
         return alpha, _filled(shares.exp(), there), h
 
     weights = _once(spans, compute)
-    sums = torch.zeros((), dtype=kept.dtype, device=kept.device)
-    grad_values, grad_keys = (torch.zeros_like(memory, dtype=kept.dtype) for memory in (values, keys))
+    sums = grad_keys = grad_values = None
     for at in spans:
         alpha, _, h = weights(at)
-        sums = sums + h.sum(1, keepdim=True)
-        grad_values = grad_values + _over_positions(alpha.to(grad.dtype), grad[:, at], values)
+        sums = _plus(sums, h.sum(1, keepdim=True))
+        grad_values = _plus(grad_values, _over_positions(alpha.to(grad.dtype), grad[:, at], values).to(kept.dtype))
+    assert sums is not None
 
     def grad_query(at: slice) -> Tensor:
         nonlocal grad_keys
         _, over_positions, h = weights(at)
-        grad_logits = torch.addcmul(h, over_positions, sums, value=-1).to(query.dtype)
-        grad_keys = grad_keys + _over_positions(grad_logits, query[:, at], keys)
+        grad_logits = h.addcmul_(over_positions, sums, value=-1).to(query.dtype)
+        grad_keys = _plus(grad_keys, _over_positions(grad_logits, query[:, at], keys).to(kept.dtype))
         return spread(grad_logits, keys, query)
 
     query_grad = _joined(spans, grad_query, query)
+    assert grad_keys is not None and grad_values is not None
     return query_grad, grad_keys.to(keys.dtype), grad_values.to(values.dtype)
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total + more
 
 
 def _log_shares(logits: Tensor, mask: Tensor | None) -> Tensor:
