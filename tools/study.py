@@ -77,7 +77,7 @@ STUDIES = {
     ),
     "sample": Study(
         "cifar10_vit.yaml",
-        "a small vision transformer, 5,000 re-encoded CIFAR-10 images, 10 epochs",
+        "a small vision transformer, 5,000 re-encoded CIFAR-10 images, 6 epochs",
         {
             "none": Cell("self-attention", {"model.attn": "none"}),
             "external_multihead": sample("multi-head EA, as published", "external_multihead"),
