@@ -333,3 +333,14 @@ def test_262144_positions_in_tiles_need_memory_for_a_tile_and_the_result():
         )
         grown.append(float(done.stdout))
     assert 60 < grown[0] < 64 + 16 < 64 + 64 < grown[1]
+
+
+@pytest.mark.parametrize("tile", [None, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_sample_gives_none(form: str, tile: int | None):
+    query, keys, values = arguments(form)
+    empty = query[:0].detach().requires_grad_()
+    out = external_attention(empty, keys, values, tile=tile)
+    assert out.shape == query[:0].shape
+    out.sum().backward()
+    assert empty.grad is not None and empty.grad.shape == empty.shape

@@ -125,7 +125,7 @@ def swap(net: nn.Module, pattern: str, method: str, *, example: Tensor | None = 
         like = next(place.module.parameters(), next(net.parameters()))
         new.append(place.adapter(attention).to(device=like.device, dtype=like.dtype).train(place.module.training))
         params = _count(place.module), _count(new[-1])
-        report = Swapped(place.path, type(place.module).__name__, params)
+        report = Swapped(place.path, type(called(place.module)).__name__, params)
         if place.path in calls:
             report = _with_cost(report, cls, arguments, place, calls[place.path])
         swapped.append(report)

@@ -67,8 +67,9 @@ def load_trunk(net: nn.Module, source: Source, *, strict_head: bool = False) -> 
 
     A source that has attention too, such as a checkpoint of a run, gives it to the sites where the same method stands
     in the same form; elsewhere it is dropped, with the reason. The method and its arguments are known of a checkpoint;
-    of a bare state dict only names and shapes are, which some methods share. So it is with what `lineattn.swap` and
-    `lineattn.attach` have put in: it is loaded where the source has all of it and nothing else there. The attention of
+    of a bare state dict only names and shapes are, which some methods share. Of what `lineattn.swap`
+    and `lineattn.attach(at=)` have put in only these are ever compared: it is loaded where the source has all of it and
+    nothing else there. The attention of
     a plain network, in whose place another stands, is dropped.
 
     Args:
@@ -149,7 +150,8 @@ def _refuse_deeper(source: str, trunk: nn.Module, unexpected: Sequence[str]) -> 
         parts = key.split(".")
         for i in range(1, len(parts)):
             row, block = ".".join(parts[:i]), parts[i]
-            if isinstance(modules.get(row), nn.Sequential | nn.ModuleList) and f"{row}.{block}" not in modules:
+            in_a_row = isinstance(modules.get(row), nn.Sequential | nn.ModuleList) and block.isdigit()
+            if in_a_row and f"{row}.{block}" not in modules:
                 raise InputError(f"{source}: has {key!r}, a block more than {row!r} here; is it of a deeper network?")
 
 
@@ -284,6 +286,14 @@ def _method(host: DepthHost) -> str:
 
 
 def _missing(source: str, key: str, unplaced: list[str]) -> InputError:
+    parts = key.split(".")
+    for i in range(1, len(parts)):
+        place = ".".join(parts[:i])
+        if any(other.startswith(f"{place}.attention.") for other in unplaced):
+            return InputError(
+                f"{source}: other attention stands at {place!r} there; swap it here too, or take weights of the plain "
+                "network"
+            )
     near = difflib.get_close_matches(key, unplaced, n=1)
     hint = f"; it has {near[0]!r} (renamed?)" if near else "; is it of another network?"
     return InputError(f"{source}: the trunk's {key!r} is missing{hint}")

@@ -48,9 +48,10 @@ def external_attention(
 ) -> Tensor:
     r""":math:`o_i = \sum_j \alpha_{ij} v_j` with :math:`L_{ij} = \langle q_i, k_j \rangle`, doubly normalised.
 
-    Linear in the positions. For the backward it keeps its arguments and one map of logits, half of what plain operators
-    keep; in tiles only one number a sample, head and slot. In what order positions lie in memory does not matter: a map
-    ``(B, C, H, W)`` is given as ``x.flatten(2).mT`` without a copy, and its attention comes back in the same order.
+    Linear in the positions. For the backward it keeps its arguments and one map of logits, in single precision, half of
+    what plain operators keep; in tiles only one number a sample, head and slot. In what order positions lie in memory
+    does not matter: a map ``(B, C, H, W)`` is given as ``x.flatten(2).mT`` without a copy, and its attention comes back
+    in the same order.
 
     Args:
         query: :math:`q`, ``(B, N, C)``, or ``(B, N, h, D)`` for heads.
@@ -190,7 +191,7 @@ def _gradients(
     def grad_query(at: slice) -> Tensor:
         nonlocal grad_keys
         _, over_positions, h = weights(at)
-        grad_logits = h.addcmul_(over_positions, sums, value=-1).to(query.dtype)
+        grad_logits = h.addcmul_(over_positions, sums, value=-1).to(query.dtype)  # nothing reads h after this
         grad_keys = _plus(grad_keys, _over_positions(grad_logits, query[:, at], keys).to(kept.dtype))
         return spread(grad_logits, keys, query)
 
@@ -263,7 +264,7 @@ def spread(weights: Tensor, memory: Tensor, like: Tensor) -> Tensor:
 
 def _of_map(a: Tensor, b: Tensor) -> Tensor:
     """One of the two is the same for all samples; `torch.matmul` would copy a map to have one product of all."""
-    batch = max(a.shape[0] if a.ndim == 3 else 1, b.shape[0] if b.ndim == 3 else 1)
+    batch = (a if a.ndim == 3 else b).shape[0]
     return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
 
 
