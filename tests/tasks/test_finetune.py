@@ -104,7 +104,7 @@ def test_a_frozen_trunk_stays_as_it_is_and_the_rest_learns(tmp_path: Path) -> No
 @pytest.mark.parametrize("attn", ["none", "kcla"])
 def test_frozen_means_evaluation(attn: str) -> None:
     args = {} if attn == "none" else {"head_dim": 8}
-    module = Classifier("resnet14_cifar", attn, attn_args=args, width=8, freeze_trunk=True, classes=3)
+    module = Classifier("resnet14_cifar", attn=attn, attn_args=args, width=8, freeze_trunk=True, classes=3)
     trunk: Any = module.net if attn == "none" else module.net.backbone
     for mode in (True, False, True):
         module.train(mode)
@@ -196,7 +196,7 @@ def test_arguments_of_the_method_are_no_others() -> None:
 
 
 def test_what_has_no_plan_cannot_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineattn.tasks.cls.create_model", tiny_net)
+    monkeypatch.setattr("lineattn.tasks.base.create_model", tiny_net)
     monkeypatch.setattr("lineattn.hosts.weights.find", unknown_family)
     with pytest.raises(InputError, match="no plan"):
         Classifier(freeze_trunk=True, classes=3)

@@ -37,10 +37,11 @@ def run(args: list[str]) -> int:
         )
     groups = group_runs(runs)
     base = _base(groups, options.against)
-    rows = [_row(group, options.metric, base) for group in groups]
+    metric = options.metric or f"test/{runs[0].summary.get('metric', 'acc1')}"
+    rows = [_row(group, metric, base) for group in groups]
     if all(row["n"] == 0 for row in rows):
         known = sorted({name for run in runs for name in run.summary["last"]})
-        raise InputError(f"no run here has the metric {options.metric!r}; they have {', '.join(known)}")
+        raise InputError(f"no run here has the metric {metric!r}; they have {', '.join(known)}")
     columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
     if options.markdown:
         print(markdown(rows, columns))
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or folders that hold them")
-    parser.add_argument("--metric", default="test/acc1", help="which metric of summary.json (default: test/acc1)")
+    parser.add_argument("--metric", help="which metric of summary.json (default: the task's, such as test/acc1)")
     parser.add_argument("--against", metavar="METHOD", help="row that the others are compared with (default: none)")
     parser.add_argument("--csv", type=Path, help="where to write the table (default: compare.csv in the first DIR)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, and nothing else")

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 Tell: TypeAlias = Callable[[float, float | None], None]
-"""Is told how far a run is, from 0 to 1, and its latest top-1 accuracy on the validation set, if there is one yet."""
+"""Is told how far a run is, from 0 to 1, and the task's metric on the validation set, if there is one yet."""
 
 
 class Follow(Callback):
@@ -28,11 +28,11 @@ class Follow(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._tell(trainer)
+        self._tell(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer)
+        self._tell(trainer, pl_module)
 
-    def _tell(self, trainer: Trainer) -> None:
-        accuracy = trainer.callback_metrics.get("val/acc1")
-        self.tell(trainer.global_step / self.steps, None if accuracy is None else float(accuracy))
+    def _tell(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = trainer.callback_metrics.get(f"val/{pl_module.metric}")
+        self.tell(trainer.global_step / self.steps, None if value is None else float(value))

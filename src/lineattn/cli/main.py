@@ -36,7 +36,10 @@ TASK_VERBS = {
     "test": "evaluate a checkpoint on the test set",
     "predict": "class names and probabilities for a file, a folder or a glob",
 }
-TASKS = {"cls": "image classification: a folder of images, CIFAR-10/100, or the bundled digits"}
+TASKS = {
+    "cls": "image classification: a folder of images, CIFAR-10/100, or the bundled digits",
+    "seg": "segmentation: images with masks, ISIC, VOC, ADE20K, Cityscapes, or scenes of the bundled digits",
+}
 
 EXAMPLES = """\
   lineattn demo

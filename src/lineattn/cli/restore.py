@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from lineattn.tasks.base import Task
 from lineattn.tasks.checkpoint import KEY, load
-from lineattn.tasks.cls import Classifier
-from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.kinds import kind
 from lineattn.tasks.optim import Optim
 
 
@@ -22,13 +23,15 @@ class Trained:
         net: The network in evaluation mode, with averaged weights where the run kept them.
         arguments: What `lineattn.create_model` builds it from.
         classes: Names of the classes, in order of the outputs.
+        task: What it was trained for.
         data: The data module it was trained on; nothing is read before it is asked.
     """
 
     net: nn.Module
     arguments: dict[str, Any]
     classes: list[str]
-    data: ImageData
+    task: str
+    data: TaskData
 
 
 def restore(path: Path) -> Trained:
@@ -38,10 +41,12 @@ def restore(path: Path) -> Trained:
         InputError: The file is missing, damaged, holds code, or is no checkpoint of a run.
     """
     found = load(path)
-    config, classes = found[KEY]["config"], found[KEY]["classes"]
-    data = ImageData(**config["data"], seed=config["seed_everything"])
+    task, config, classes = (found[KEY][key] for key in ("task", "config", "classes"))
+    make_data: Any = kind(task).data
+    make_module: Any = kind(task).module
+    data: TaskData = make_data(**config["data"], seed=config["seed_everything"])
     model = {**config["model"], "trunk": None}
-    module = Classifier(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
+    module: Task = make_module(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
     module.load_state_dict(found["state_dict"])
     net = module.net if module.ema is None else module.ema.module
-    return Trained(net.eval(), module.arguments, classes, data)
+    return Trained(net.eval(), module.arguments, classes, task, data)

@@ -19,11 +19,12 @@ from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 from lineattn.measure import environment
 from lineattn.ops import native
-from lineattn.tasks import console, predict
+from lineattn.tasks import console, predict, seg_predict
 from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
+from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.scenes import SceneData
 from lineattn.tasks.data.source import Files, Source
 
-TASKS = ["cls"]
 _NO_SPLIT = {"val": "pass --data.val_fraction as in training", "test": "add a test/ folder, or validate instead"}
 
 
@@ -34,7 +35,7 @@ def run(
 
     Args:
         verb: `fit`, `validate`, `test` or `predict`.
-        task: `cls`.
+        task: One of `lineattn.tasks.kinds.KINDS`.
         args: The options, as on the command line.
         quiet: Print nothing.
         callbacks: Further ones for the trainer, to follow the run.
@@ -47,13 +48,11 @@ def run(
         InputError: Something that the user can mend.
         KeyboardInterrupt: The user stopped the run; the message says how to go on.
     """
-    if task not in TASKS:
-        raise unknown("task", task, TASKS)
     if verb not in _VERBS:
         raise unknown("command", verb, _VERBS)
     with console.hush_libraries(), console.muted(quiet):
         try:
-            cli = TaskCLI(verb, args, progress=sys.stdout.isatty() and not quiet, callbacks=callbacks)
+            cli = TaskCLI(task, verb, args, progress=sys.stdout.isatty() and not quiet, callbacks=callbacks)
             return _VERBS[verb](cli)
         except Interrupted as stop:
             raise KeyboardInterrupt(str(stop)) from None
@@ -117,20 +116,46 @@ def _test(cli: TaskCLI) -> dict[str, Any]:
 
 
 def _predict(cli: TaskCLI) -> dict[str, Any]:
-    """Prints and writes the classes of images."""
+    """Prints and writes what the network says of images."""
     if cli.config.input is None:
         raise InputError("--input is missing: name an image, a folder or a glob in quotes")
     paths = predict.find_images(cli.config.input)
     _restore(cli, _given(cli))
+    found, text = _PREDICT[cli.task](cli, paths)
+    written = cli.out / "predictions.csv"
+    write_text(written, text)
+    _skipped(cli)
+    console.say(f"written: {written}")
+    return found
+
+
+def _predict_classes(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
+    assert isinstance(cli.data, ImageData)
     loader = cli.data.eval_loader(Files(paths, [0] * len(paths), cli.data.channels))
     batches: Any = cli.trainer.predict(cli.module, dataloaders=loader)
     found = predict.gather(paths, batches)
     predict.show(found, cli.classes, cli.config.top)
-    written = cli.out / "predictions.csv"
-    write_text(written, predict.as_csv(found, cli.classes))
-    _skipped(cli)
-    console.say(f"written: {written}")
-    return {str(one.path): dict(zip(cli.classes, one.probabilities, strict=True)) for one in found}
+    probabilities = {str(one.path): dict(zip(cli.classes, one.probabilities, strict=True)) for one in found}
+    return probabilities, predict.as_csv(found, cli.classes)
+
+
+def _predict_masks(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
+    assert isinstance(cli.data, SceneData) and cli.stored is not None
+    device = cli.trainer.strategy.root_device
+    module = cli.module.to(device).eval()
+    found = seg_predict.segment(
+        lambda images: module(images.to(device)),
+        paths,
+        cli.data,
+        cli.classes,
+        cli.stored.get("palette"),
+        cli.out / "predictions",
+        keep_probabilities=cli.config.probabilities,
+    )
+    seg_predict.show(found, cli.classes)
+    console.say(f"masks and overlays: {cli.out / 'predictions'}")
+    pixels = {str(one.path): dict(zip(cli.classes, one.pixels, strict=True)) for one in found}
+    return pixels, seg_predict.as_csv(found, cli.classes)
 
 
 def _report(cli: TaskCLI, split: str, source: Source | None) -> dict[str, Any]:
@@ -200,10 +225,11 @@ def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) ->
     recipe["model"] = {key: value for key, value in recipe["model"].items() if f"model.{key}" not in ATTENTION_KEYS}
     peak = cli.recorder.peak_mib
     return {
-        "task": "cls",
+        "task": cli.task,
         "status": "done" if _ran_to_its_end(cli) else "stopped",
         "model": cli.config.model.name,
         "attn": cli.config.model.attn,
+        "metric": cli.module.metric,
         "params": count_params(net),
         "trainable_params": count_params(net, trainable=True),
         "macs": count_macs(net, torch.zeros(1, cli.data.channels, size, size)),
@@ -232,13 +258,15 @@ def _on_cpu(cli: TaskCLI) -> bool:
 
 
 def _footer(cli: TaskCLI, summary: dict[str, Any]) -> None:
+    last, best = summary["last"], summary["best"] or {}
     rows = [
-        [name, *(f"{found[key]:.2f}" if key in found else "-" for key in ("val/acc1", "test/acc1", "test/acc5"))]
-        for name, found in (("last", summary["last"]), ("best", summary["best"]))
-        if found
+        [f"{split} {name}", *(f"{found[key]:.2f}" if key in found else "-" for found in (last, best))]
+        for split in ("val", "test")
+        for metric, name in cli.module.names.items()
+        if metric != "loss" and ((key := f"{split}/{metric}") in last or key in best)
     ]
     if rows:
-        console.table("Accuracy, %", ["weights", "val top-1", "test top-1", "test top-5"], rows)
+        console.table("Results", ["metric", "last weights", "best weights"], rows)
     _skipped(cli)
     console.say(f"written: {cli.out / 'summary.json'}, {cli.out / 'curves.png'}")
 
@@ -248,4 +276,5 @@ def _skipped(cli: TaskCLI) -> None:
         console.note(f"{count} images could not be read and were skipped")
 
 
+_PREDICT = {"cls": _predict_classes, "seg": _predict_masks}
 _VERBS = {"fit": _fit, "validate": _validate, "test": _test, "predict": _predict}

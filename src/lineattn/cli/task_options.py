@@ -22,9 +22,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lineattn.analysis.runs import ATTENTION_KEYS
 from lineattn.errors import InputError, unknown
 from lineattn.tasks import console
+from lineattn.tasks.base import Task
 from lineattn.tasks.checkpoint import KEY, CheckpointIO, Checkpoints, load
-from lineattn.tasks.cls import Classifier
-from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.kinds import kind
 from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
 
@@ -36,8 +37,6 @@ _RUN = (
     "seed_everything",
     "model.channels_last",
     "model.freeze_trunk",
-    *(f"data.{key}" for key in ("name", "batch_size", "image_size", "augment", "rand_augment", "erasing", "mixup")),
-    *(f"data.{key}" for key in ("cutmix", "mean", "std", "val_fraction", "on_error")),
     *(f"trainer.{key}" for key in ("precision", "accumulate_grad_batches", "gradient_clip_val")),
     *(f"trainer.{key}" for key in ("gradient_clip_algorithm", "limit_train_batches", "overfit_batches")),
     *(f"trainer.{key}" for key in ("devices", "num_nodes")),
@@ -55,10 +54,10 @@ _NAMED = ("trainer.accelerator", "trainer.strategy")  # by a word; one with a do
 # Of the terminal or of one run's time, so that nobody misses them.
 _PASSING = {"enable_progress_bar", "max_time", "default_root_dir"}
 _HELP = {
-    "fit": "Trains an image classifier.",
+    "fit": "Trains {0.what}.",
     "validate": "Evaluates a checkpoint on the validation split.",
     "test": "Evaluates a checkpoint on the test split.",
-    "predict": "Class names and probabilities for a file, a folder or a glob.",
+    "predict": "{0.predicts} for a file, a folder or a glob.",
 }
 
 
@@ -66,14 +65,17 @@ class TaskCLI(LightningCLI):
     """Parses the options of one verb, and makes the data, the network and the trainer.
 
     Args:
+        task: The task, see `lineattn.tasks.kinds`.
         verb: Which options there are.
         args: The options.
         progress: Show a progress bar unless told otherwise.
         callbacks: Further callbacks of the trainer.
     """
 
-    def __init__(self, verb: str, args: list[str], *, progress: bool, callbacks: Sequence[Callback] = ()) -> None:
-        self.verb, self.callbacks = verb, callbacks
+    def __init__(
+        self, task: str, verb: str, args: list[str], *, progress: bool, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self.task, self.kind, self.verb, self.callbacks = task, kind(task), verb, callbacks
         self.stored: dict[str, Any] | None = None  # the checkpoint's settings and class names
         self.ckpt_path: Path | None = None
         defaults: dict[str, Any] = {
@@ -91,8 +93,8 @@ class TaskCLI(LightningCLI):
             trainer_defaults=defaults | ({"devices": 1} if verb == "predict" else {}),
             seed_everything_default=0,
             parser_kwargs={
-                "prog": f"lineattn {verb} cls",
-                "description": _HELP[verb],
+                "prog": f"lineattn {verb} {task}",
+                "description": _HELP[verb].format(self.kind),
                 "exit_on_error": False,
                 "allow_abbrev": False,
             },
@@ -105,13 +107,13 @@ class TaskCLI(LightningCLI):
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(Trainer, "trainer")
         parser.set_defaults({f"trainer.{key}": value for key, value in self.trainer_defaults.items()})
-        given: set[str | int] = {"classes", "in_chans", "optim", "mixup", "cutmix", "seed"}
-        parser.add_class_arguments(Classifier, "model", skip=given, instantiate=False)
-        parser.add_class_arguments(ImageData, "data", skip={"seed"}, instantiate=False)
+        given: set[str | int] = {"classes", "in_chans", "optim", "seed", *self.kind.data.of_model}
+        parser.add_class_arguments(self.kind.module, "model", skip=given, instantiate=False)
+        parser.add_class_arguments(self.kind.data, "data", skip={"seed"}, instantiate=False)
         parser.add_class_arguments(Optim, "optim", instantiate=False)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--out", type=str | None, default=None, help="run folder; default runs/cls/TIME-NAME")
+        parser.add_argument("--out", type=str | None, default=None, help="run folder; default runs/TASK/TIME-NAME")
         parser.add_argument(
             "--ckpt_path", type=str | None, default=None, help="a checkpoint, or last or best of the run folder"
         )
@@ -122,7 +124,12 @@ class TaskCLI(LightningCLI):
             parser.add_argument("--test_after_fit", type=bool, default=True, help="end with the test split")
         if self.verb == "predict":
             parser.add_argument("--input", type=str | None, default=None, help="an image, a folder or a glob")
-            parser.add_argument("--top", type=int, default=3, help="classes to print an image")
+            if self.task == "cls":
+                parser.add_argument("--top", type=int, default=3, help="classes to print an image")
+            else:
+                parser.add_argument(
+                    "--probabilities", type=bool, default=False, help="write those of all classes too, as NumPy files"
+                )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         args = _configs_first(args)
@@ -130,11 +137,17 @@ class TaskCLI(LightningCLI):
             explicit = _parse(parser, args, defaults=False)
             self.ckpt_path = self._checkpoint(explicit)
             if self.ckpt_path is not None:
-                self.stored = load(self.ckpt_path)[KEY]
+                self.stored = self._load(self.ckpt_path)
                 self._inherit(parser, explicit)
             elif explicit.get("ckpt_path") is not None:
                 args = ["--config", str(_config_of(explicit.out)), *args]
         self.config = _parse(parser, args, defaults=True)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        stored = load(path)[KEY]
+        if stored["task"] != self.task:
+            raise InputError(f"{path} is of the task {stored['task']}: lineattn {self.verb} {stored['task']}")
+        return stored
 
     def _checkpoint(self, explicit: Any) -> Path | None:
         given, out = explicit.get("ckpt_path"), explicit.get("out")
@@ -160,9 +173,12 @@ class TaskCLI(LightningCLI):
         stored = dict(_flat(self.stored["config"]))
         given = dict(_flat(explicit.as_dict()))
         frozen = _NETWORK + (_RUN if self.verb == "fit" else ())
+        free = {f"data.{key}" for key in self.kind.data.free}
         for key, value in given.items():
+            fixed = any(key == k or key.startswith(f"{k}.") for k in frozen)
+            fixed |= self.verb == "fit" and key.startswith("data.") and key not in free
             # What was not set is not in the file.
-            if value != stored.get(key) and any(key == k or key.startswith(f"{k}.") for k in frozen):
+            if fixed and value != stored.get(key):
                 raise InputError(
                     f"--{key} {value} contradicts {self.ckpt_path}, made with {stored.get(key)}: leave it out, or "
                     "start a new run without --ckpt_path"
@@ -209,28 +225,29 @@ class TaskCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         config = self.config
         self.seed: int = config.seed_everything
-        self.data = ImageData(**config.data.as_dict(), seed=self.seed)
-        for key in ("name", "image_size", "channels", "augment", "mean", "std", "crop"):
+        data: Any = self.kind.data
+        self.data: TaskData = data(**config.data.as_dict(), seed=self.seed)
+        for key in self.data.resolved:
             config.data[key] = getattr(self.data, key)  # what "by default" came to
         self.classes: list[str] = self._classes()
         model = config.model.as_dict()
         if self.stored is not None:
             model["trunk"] = None  # the checkpoint's weights take their place
-        self.module = Classifier(
+        module: Any = self.kind.module
+        self.module: Task = module(
             **model,
+            **{key: getattr(self.data, key) for key in self.data.of_model},
             classes=len(self.classes),
             in_chans=self.data.channels,
             optim=Optim(**config.optim.as_dict()),
-            mixup=self.data.mixup,
-            cutmix=self.data.cutmix,
             seed=self.seed,
         )
         self.out = self._run_folder()
-        self.recorder = Record(self.out)
+        self.recorder = Record(self.out, self.module)
         self.checkpoints = Checkpoints(
             self.out / "checkpoints",
             every=config.get("checkpoint_every", 0),
-            content={"config": self.settings, "classes": self.classes},
+            content={"task": self.task, "config": self.settings, "classes": self.classes, **self._facts()},
         )
         instantiate = getattr(self.parser, "instantiate", None) or self.parser.instantiate_classes  # before 4.49
         trainer = dict(instantiate(config)["trainer"])
@@ -263,6 +280,12 @@ class TaskCLI(LightningCLI):
                     raise InputError(f"{self.ckpt_path} has the class {mine!r} where the data has {theirs!r}")
         return known
 
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint tells of the data beside the names of its classes."""
+        if self.stored is None:
+            return self.data.facts
+        return {key: value for key, value in self.stored.items() if key not in ("task", "config", "classes")}
+
     def _run_folder(self) -> Path:
         if self.config.out is not None:
             return Path(self.config.out)
@@ -270,7 +293,7 @@ class TaskCLI(LightningCLI):
             here = self.ckpt_path.parent
             return here.parent if here.name == "checkpoints" else here
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / "cls" / f"{stamp}-{self.config.model.name.replace('/', '-')}-{self.config.model.attn}"
+        return Path("runs") / self.task / f"{stamp}-{self.config.model.name.replace('/', '-')}-{self.config.model.attn}"
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -172,19 +172,24 @@ class DepthHost(nn.Module):
         return keep
 
     def get_classifier(self) -> nn.Module:
-        """The network's classifier; of a distilled one, that of the class token."""
-        return self.backbone.get_submodule(self.plan.classifiers(self.backbone)[0])
+        """The network's classifier; of a distilled one, that of the class token; an identity where there is none."""
+        paths = self.plan.classifiers(self.backbone)
+        return self.backbone.get_submodule(paths[0]) if paths else nn.Identity()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Puts a new classifier in; with ``num_classes=0`` the pooled features come out.
 
         Raises:
-            InputError: Another pooling is asked for, which belongs to the network, or the classifier isn't linear.
+            InputError: Another pooling is asked for, which belongs to the network, or the classifier isn't linear, or
+                the network can't have one.
         """
         if global_pool is not None:
             raise InputError(f"global_pool is {global_pool!r}; the pooling of the {self.plan.family} can't be changed")
         like = next(self.backbone.parameters())
-        for path in self.plan.classifiers(self.backbone):
+        paths = self.plan.classifiers(self.backbone)
+        if num_classes and not paths:
+            raise InputError(f"num_classes is {num_classes}; a {self.plan.family} has no classifier")
+        for path in paths:
             present = self.backbone.get_submodule(path)
             if not isinstance(present, nn.Linear | nn.Identity):
                 raise InputError(

@@ -14,8 +14,6 @@ from torch import Tensor
 from lineattn.errors import InputError, unknown
 from lineattn.files import load_torch
 
-Source: TypeAlias = str | Path | Mapping[str, Any]
-
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 _AVERAGED = "ema.module."  # in a checkpoint of ours, where the run kept averaged weights
 
@@ -37,6 +35,9 @@ class Weights:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+Source: TypeAlias = str | Path | Mapping[str, Any] | Weights
+
+
 def read(source: Source) -> Weights:
     """Weights from a state dict or a file, or by name from timm or torchvision.
 
@@ -48,6 +49,8 @@ def read(source: Source) -> Weights:
         InputError: The file is missing, no weights file, or a pickle of something else than weights; there are no such
             weights, or they can't be fetched.
     """
+    if isinstance(source, Weights):
+        return source
     if isinstance(source, Mapping):
         return _unwrap(source, "state dict")
     name = str(source)

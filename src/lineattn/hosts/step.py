@@ -89,7 +89,7 @@ class Plan:
         matches: Whether a network belongs to it.
         steps: The network's steps up to its last map, read from the network at each call.
         head: ``head(net, x, pre_logits)`` takes the last map to the logits, or to what the classifier reads.
-        classifier: Path of the classifier, a linear layer; or ``classifier(net)``, the paths of all.
+        classifier: Path of the classifier, a linear layer; or ``classifier(net)``, the paths of all, if there are any.
         head_dim: Width of an attention head unless the user says otherwise.
         probe_size: Side of an input that every stage can be told apart with, or ``probe_size(net)`` where the network
             takes one size only.

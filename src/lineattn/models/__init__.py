@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -17,14 +17,20 @@ from lineattn.hosts.sources import Source
 from lineattn.hosts.swap import swap as exchange
 from lineattn.hosts.weights import load_trunk
 from lineattn.models.cifar_resnet import BasicBlock, Bottleneck, CifarResNet
+from lineattn.models.resunet import ResUNet
+from lineattn.models.segmentation import SegmentationNetwork, load_encoder
 from lineattn.nn.depth.base import Init
 
+Task = Literal["cls", "seg"]
+_SEGMENTATION = ("resunet", "eanet_resnet50", "eanet_resnet101")
 _CIFAR = (
     *(f"resnet{depth}_cifar" for depth in (20, 32, 44, 56, 110)),
     *(f"resnet{depth}_bottleneck_cifar" for depth in (20, 29, 56, 110, 164)),
 )
-# Arguments of other libraries' constructors that would make more, or less, than the network.
+# Arguments of other libraries' constructors that are given otherwise, or would make more, or less, than the network.
 _REFUSED = {
+    **dict.fromkeys(("name", "num_classes", "in_chans"), "it is an argument of its own, or comes from the data"),
+    "zero_init_residual": "init='paper' asks for it",
     **dict.fromkeys(("pretrained", "checkpoint_path", "weights"), "trunk= loads weights"),
     "features_only": "the classifier belongs to the network",
 }
@@ -34,17 +40,39 @@ _TORCHVISION = (
 )
 
 
-def list_models(pattern: str | None = None) -> list[str]:
-    """Names that `create_model` takes, all or those that fit a pattern.
+def list_models(pattern: str | None = None, *, task: Task = "cls") -> list[str]:
+    """Names of networks for a task that `create_model` takes, all or those that fit a pattern.
 
-    CIFAR ResNets of other depths exist too, and ``timm/NAME`` is any network of timm.
+    CIFAR ResNets of other depths exist too, and ``timm/NAME`` is any network of timm; for segmentation there is
+    ``smp/ARCHITECTURE:NAME``, an architecture of segmentation_models_pytorch on a network of timm.
+
+    Args:
+        pattern: With ``*`` and ``?``.
+        task: ``cls``, classification, or ``seg``, segmentation.
+
+    Raises:
+        InputError: Another task.
 
     Example:
         >>> list_models("resnet*_bottleneck_cifar")[:2]
         ['resnet20_bottleneck_cifar', 'resnet29_bottleneck_cifar']
+        >>> list_models(task="seg")
+        ['resunet', 'eanet_resnet50', 'eanet_resnet101']
     """
-    names = (*_CIFAR, *_TORCHVISION)
+    if task not in get_args(Task):
+        raise InputError(f"task is {task!r}; it must be 'cls' or 'seg'")
+    names = _SEGMENTATION if task == "seg" else (*_CIFAR, *_TORCHVISION)
     return [name for name in names if pattern is None or fnmatch.fnmatch(name, pattern)]
+
+
+def task_of(name: str) -> Task:
+    """What a network is for, by its name; one that nobody knows counts as one for classification.
+
+    Example:
+        >>> task_of("resunet"), task_of("smp/unet:resnet50"), task_of("timm/resnet50")
+        ('seg', 'seg', 'cls')
+    """
+    return "seg" if name in _SEGMENTATION or name.startswith("smp/") else "cls"
 
 
 def create_model(
@@ -66,24 +94,29 @@ def create_model(
     """A network by name: plain, with attention over depth, or with other attention over the positions of a sample.
 
     Args:
-        name: One of `list_models`, or ``timm/NAME``.
+        name: One of `list_models`, ``timm/NAME``, or ``smp/ARCHITECTURE:NAME``, as ``smp/unet:resnet50``.
         attn: Method of the depth axis, or of the sample axis with ``at`` or ``swap``; ``None`` or ``"none"`` for the
             plain network.
-        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`.
-        num_classes: Classes; by default 10 for CIFAR networks and the library's, 1000 mostly, for others.
+        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`; of a network for segmentation those of
+            its encoder, or of all of it, see `lineattn.models.segmentation.load_encoder`.
+        num_classes: Classes; by default 10 for CIFAR networks, 21 for EANets, 1 for other segmentation and the
+            library's, 1000 mostly, for others.
         in_chans: Channels of the image.
         init: Start of the methods, see `lineattn.attach`. ``paper`` also starts torchvision's residual branches at
             zero, as the papers' ImageNet recipes do.
         scope: Reach of the state, see `lineattn.attach`.
         at: Name of the module that a block of the sample axis stands behind, see `lineattn.attach`.
         swap: Names of the attention in whose place a method of the sample axis comes, see `lineattn.swap`.
-        width: Planes of the first stage of a CIFAR network, by default 16.
-        net_args: Further arguments of the constructor that timm or torchvision has for the network, as ``img_size``.
+        width: Planes of the first stage of a CIFAR network, or of the stem of a ``resunet``, by default 16.
+        net_args: Further arguments of the constructor that the network's library has for it, as ``img_size``; of ours,
+            ``legacy_crop`` of `lineattn.models.resunet.ResUNet`, ``output_stride`` (8 or 16) of EANets, and what
+            `lineattn.models.eanet.EANet` takes.
         tell: Gets the reports of ``swap`` and of ``trunk``; by default they are printed.
         method_args: Arguments of the method.
 
     Returns:
-        The library's own network, for attention over depth in a `lineattn.hosts.depth_host.DepthHost`.
+        The library's own network, for attention over depth in a `lineattn.hosts.depth_host.DepthHost`; of a network
+        for segmentation, whose attention is in its encoder, the encoder is in it.
 
     Raises:
         InputError: No such model, method, module or argument, or weights that don't fit.
@@ -101,6 +134,8 @@ def create_model(
         in all 148,224 -> 82,432 parameters, 11.2 -> 6.4 MMACs an image
     """
     _refuse_misplaced(attn, init=init, scope=scope, at=at, swap=swap, method_args=method_args)
+    if not isinstance(net_args, Mapping | None):
+        raise InputError(f"net_args is a {type(net_args).__name__}; it must be a dictionary of arguments")
     given = dict(net_args or {})
     if match := re.fullmatch(r"resnet(\d+)(_bottleneck)?_cifar", name):
         if given:
@@ -110,24 +145,42 @@ def create_model(
         net = CifarResNet(
             block, int(match[1]), num_classes=classes, in_chans=in_chans, width=16 if width is None else width
         )
+    elif name == "resunet":
+        net = _built(
+            name, given, _resunet, num_classes=num_classes, in_chans=in_chans, width=16 if width is None else width
+        )
     elif width is not None:
-        raise InputError(f"width is for CIFAR networks; {name} has none")
+        raise InputError(f"width is for CIFAR networks and resunet; {name} has none")
+    elif match := re.fullmatch(r"eanet_resnet(50|101)", name):
+        net = _built(name, given, _eanet, depth=int(match[1]), num_classes=num_classes, in_chans=in_chans)
+    elif name.startswith("smp/"):
+        net = _built(name, given, _smp, num_classes=num_classes, in_chans=in_chans)
     elif name in _TORCHVISION:
         classes = 1000 if num_classes is None else num_classes
         net = _built(name, given, _torchvision, num_classes=classes, in_chans=in_chans, zero_branches=init == "paper")
     elif name.startswith("timm/"):
         net = _built(name, given, _timm, num_classes=num_classes, in_chans=in_chans)
     else:
-        raise unknown("model", name, [*list_models(), *_in_timm(name)])
+        raise unknown("model", name, [*list_models(), *list_models(task="seg"), *_in_timm(name)])
     if attn is not None and attn != "none":
-        if swap is not None:
-            tell(exchange(net, swap, attn, **method_args))
-        elif at is not None:
-            net = attach(net, attn, at=at, init=init, **method_args)
+        encoder = net.get_encoder() if isinstance(net, SegmentationNetwork) else net
+        try:
+            if swap is not None:
+                tell(exchange(encoder, swap, attn, **method_args))
+            elif at is not None:
+                encoder = attach(encoder, attn, at=at, init=init, **method_args)
+            else:
+                encoder = attach(encoder, attn, init=init, scope=scope, **method_args)
+        except (TypeError, ValueError) as error:  # a value of another kind than the method takes
+            if not method_args:
+                raise
+            raise InputError(f"{attn} can't be built with {method_args}: {' '.join(str(error).split())}") from error
+        if isinstance(net, SegmentationNetwork):
+            net.set_encoder(encoder)
         else:
-            net = attach(net, attn, init=init, scope=scope, **method_args)
+            net = encoder
     if trunk is not None:
-        tell(load_trunk(net, trunk))
+        tell(load_encoder(net, trunk) if isinstance(net, SegmentationNetwork) else load_trunk(net, trunk))
     return net
 
 
@@ -149,7 +202,7 @@ def _refuse_misplaced(
     if registry.get(attn).axis != "sample":
         if odd := {"at", "swap"} & where.keys():
             raise InputError(
-                f"{sorted(odd)[0]}: {attn} stands behind every block; give scope= for where it looks back to"
+                f"{sorted(odd)[0]}: for a method of the sample axis; {attn} stands behind every block: leave it out"
             )
         return
     if (at is None) == (swap is None):
@@ -180,6 +233,35 @@ def _built(name: str, net_args: dict[str, Any], build: Callable[..., nn.Module],
             raise
         reason = " ".join(str(error).split())
         raise InputError(f"{name} can't be built with net_args={net_args}: {reason}") from error
+
+
+def _resunet(_name: str, num_classes: int | None, **arguments: Any) -> nn.Module:
+    return ResUNet(**arguments, **_classes(num_classes))
+
+
+def _eanet(
+    _name: str, depth: int, num_classes: int | None, in_chans: int, output_stride: int = 8, **net_args: Any
+) -> nn.Module:
+    """Imported here, as timm's import takes seconds."""
+    from lineattn.models.eanet import EANet, dilated_resnet
+
+    trunk = dilated_resnet(depth, output_stride=output_stride, in_chans=in_chans)
+    return EANet(trunk, **_classes(num_classes), **net_args)
+
+
+def _smp(name: str, num_classes: int | None, in_chans: int, **net_args: Any) -> nn.Module:
+    """Imported here, as that library is optional."""
+    from lineattn.models.smp import SmpNetwork
+
+    architecture, colon, encoder = name.removeprefix("smp/").partition(":")
+    if not colon:
+        raise InputError(f"{name} names no encoder: smp/ARCHITECTURE:NAME, as smp/unet:resnet50")
+    return SmpNetwork(architecture, encoder, in_chans=in_chans, **_classes(num_classes), **net_args)
+
+
+def _classes(given: int | None) -> dict[str, Any]:
+    """The network's own default where none are given."""
+    return {} if given is None else {"num_classes": given}
 
 
 def _torchvision(name: str, num_classes: int, in_chans: int, zero_branches: bool, **net_args: Any) -> nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol, Self
+from inspect import signature
+from typing import Any, Protocol, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,14 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lineattn.errors import InputError
-from lineattn.hosts.weights import added_in, load_trunk, trunk_of
+from lineattn.hosts.weights import added_in, trunk_of
 from lineattn.measure import SavedBytes, static_bytes
 from lineattn.models import create_model
+from lineattn.models.segmentation import SegmentationNetwork
 from lineattn.nn.depth.base import Init
 from lineattn.tasks.data.dataset import Batch, Unreadable
 from lineattn.tasks.optim import Optim, Schedule, optimizer
 from lineattn.tasks.seeding import mix, seeded
 
+# What `create_model`, `attach` and `swap` take beside the arguments of a method.
+_NO_ARGUMENTS = {*signature(create_model).parameters, "example", "copy"} - {"method_args"}
 _LOOK_EVERY = 50  # steps between looks at the loss on a GPU, where looking waits for it
 
 
@@ -54,7 +58,8 @@ class Task(LightningModule, ABC):
         width: Channels of the first stage, for networks that have the choice.
         trunk: Weights to start from, of the network without attention or of another run: a file, or by name as
             `timm/resnet50.a1_in1k` and `torchvision/resnet50`.
-        freeze_trunk: Train the attention and the classifier alone; batch norms of the rest keep their statistics.
+        freeze_trunk: Train the attention and what comes behind the trunk alone, such as the classifier; batch norms of
+            the rest keep their statistics.
         channels_last: Keep activations in the memory order that convolutions prefer.
         outputs: Channels of the network's output.
         in_chans: Channels of the images.
@@ -64,9 +69,9 @@ class Task(LightningModule, ABC):
 
     metric: str
     """What the best weights are chosen by, on the validation set; the larger the better."""
-    names: ClassVar[dict[str, str]]
+    names: dict[str, str]
     """Metrics by their keys, in full, with their units."""
-    columns: ClassVar[tuple[str, ...]]
+    columns: tuple[str, ...]
     """What is recorded of each epoch."""
 
     train_meter: Sums
@@ -98,8 +103,11 @@ class Task(LightningModule, ABC):
         arguments = {"name": name, "attn": attn, "init": init, "width": width, "net_args": net_args}
         arguments |= {"num_classes": outputs, "in_chans": in_chans}
         of_method = {"scope": scope, "at": at, "swap": swap}
-        if twice := (arguments | of_method).keys() & (attn_args or {}).keys():
-            raise InputError(f"--model.attn_args has {sorted(twice)[0]!r}, which is no argument of a method")
+        if twice := _NO_ARGUMENTS & (attn_args or {}).keys():
+            raise InputError(
+                f"--model.attn_args has {sorted(twice)[0]!r}, which is no argument of a method: it is an option of its "
+                "own, or is not given here"
+            )
         if attn != "none":
             arguments |= of_method
         self.arguments: dict[str, Any] = {key: value for key, value in arguments.items() if value is not None}
@@ -107,12 +115,10 @@ class Task(LightningModule, ABC):
             self.arguments |= attn_args
         self.reports: list[object] = []
         with seeded(seed):
-            self.net: nn.Module = create_model(**self.arguments, tell=self.reports.append)
-        if trunk is not None:
-            self.reports.append(load_trunk(self.net, trunk))
+            self.net: nn.Module = create_model(**self.arguments, trunk=trunk, tell=self.reports.append)
         self.freeze_trunk = freeze_trunk
         if freeze_trunk:
-            frozen, classifiers = trunk_of(self.net)
+            frozen, classifiers = trunk_of(self._encoder)
             frozen.requires_grad_(False)
             for path in (*classifiers, *added_in(frozen)):
                 frozen.get_submodule(path).requires_grad_(True)
@@ -128,11 +134,16 @@ class Task(LightningModule, ABC):
         # The first step with a loss that is no number; on the device, so that asking is not needed at each step.
         self.first_bad = torch.tensor(math.inf)
 
+    @property
+    def _encoder(self) -> nn.Module:
+        """The part of the network that a trunk's weights are for."""
+        return self.net.get_encoder() if isinstance(self.net, SegmentationNetwork) else self.net
+
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode; a frozen trunk is always in evaluation, but for what was put in."""
         super().train(mode)
         if self.freeze_trunk:
-            frozen = trunk_of(self.net)[0].eval()
+            frozen = trunk_of(self._encoder)[0].eval()
             for module in added_in(frozen).values():
                 module.train(mode)
         return self

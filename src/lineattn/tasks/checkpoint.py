@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lineattn.errors import InputError
 from lineattn.files import load_torch, write_whole
 from lineattn.tasks import console
-from lineattn.tasks.cls import Classifier
+from lineattn.tasks.base import Task
 
 KEY = "lineattn"  # where our own entries stand in a checkpoint
 
@@ -36,6 +36,7 @@ def load(path: str | Path) -> dict[str, Any]:
     found = load_torch(path)
     if not isinstance(found, dict) or "state_dict" not in found or not _is_ours(found.get(KEY)):
         raise InputError(f"{path} is no checkpoint of a run; weights alone are given with --model.trunk")
+    found[KEY].setdefault("task", "cls")  # runs from before there were others
     return found
 
 
@@ -58,7 +59,7 @@ class CheckpointIO(TorchCheckpointIO):
 
 
 class Checkpoints(Checkpoint):
-    """Keeps `last.ckpt` and, by top-1 accuracy on the validation set, `best.ckpt`; stops cleanly at Ctrl-C.
+    """Keeps `last.ckpt` and, by the task's metric on the validation set, `best.ckpt`; stops cleanly at Ctrl-C.
 
     A checkpoint is written after a step, not inside one, or at the end of an epoch after validation, so that a
     resumed run does what the run would have done.
@@ -129,17 +130,18 @@ class Checkpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not epoch_is_done(trainer):
             return  # the run ends inside an epoch: written after its last step, from where it can go on exactly
-        assert isinstance(pl_module, Classifier)
-        accuracy = pl_module.results.get("val/acc1")
-        if accuracy is not None and (self.best is None or accuracy > self.best["val/acc1"]):
-            self.best = {"val/acc1": accuracy, "epoch": trainer.current_epoch}
+        assert isinstance(pl_module, Task)
+        key = f"val/{pl_module.metric}"
+        value = pl_module.results.get(key)
+        if value is not None and (self.best is None or value > self.best[key]):
+            self.best = {key: value, "epoch": trainer.current_epoch}
             self._save(trainer, pl_module, "best")
         self._save(trainer, pl_module, "last")
         if _any_process(trainer, self.interrupted):
             raise Interrupted(f"stopped after epoch {trainer.current_epoch}; go on with {self._hint()}")
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        assert isinstance(pl_module, Classifier)
+        assert isinstance(pl_module, Task)
         pl_module.refuse_bad(weights=True)
         trainer.save_checkpoint(self.folder / f"{name}.ckpt")
 

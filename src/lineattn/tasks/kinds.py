@@ -9,6 +9,8 @@ from lineattn.tasks.base import Task
 from lineattn.tasks.cls import Classifier
 from lineattn.tasks.data.base import TaskData
 from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.scenes import SceneData
+from lineattn.tasks.seg import Segmenter
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Kind:
 
 KINDS = {
     "cls": Kind(Classifier, ImageData, "an image classifier", "Class names and probabilities"),
+    "seg": Kind(Segmenter, SceneData, "a network that gives each pixel a class", "Masks and overlays"),
 }
 
 

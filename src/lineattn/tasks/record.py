@@ -14,9 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lineattn.files import write_text, write_whole
 from lineattn.tasks import console
-from lineattn.tasks.cls import Classifier
-
-COLUMNS = ["epoch", "step", "lr", "train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5", "seconds"]
+from lineattn.tasks.base import Task
 
 
 class Record(Callback):
@@ -24,10 +22,13 @@ class Record(Callback):
 
     Args:
         folder: The run folder.
+        task: Whose metrics are recorded.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, task: Task) -> None:
         self.folder = folder
+        self.metric, self.names = task.metric, task.names
+        self.columns = ["epoch", "step", "lr", *task.columns, "seconds"]
         self.rows: list[dict[str, float]] = []
         self.start: dict[str, float] | None = None  # validation before the first step, where a trunk was given
         self.peak_mib: float | None = None
@@ -54,14 +55,14 @@ class Record(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, Classifier)
+        assert isinstance(pl_module, Task)
         if pl_module.device.type == "cuda":
             self.peak_mib = max(self.peak_mib or 0.0, torch.cuda.max_memory_allocated() / 2**20)
         elif self.peak_mib is None and pl_module.step_bytes is not None:
             self.peak_mib = pl_module.step_bytes / 2**20
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, Classifier)
+        assert isinstance(pl_module, Task)
         row: dict[str, float] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
@@ -71,19 +72,19 @@ class Record(Callback):
         row |= pl_module.results
         row["seconds"] = round(self._spent + self._running(), 3)
         self._began, self._spent = time.monotonic(), 0.0
-        self.rows.append({key: row[key] for key in COLUMNS if key in row})
+        self.rows.append({key: row[key] for key in self.columns if key in row})
         if trainer.is_global_zero:
             write_text(self.folder / "metrics.csv", self.csv())
             console.say(self._line(trainer, row))
 
     def _line(self, trainer: Trainer, row: dict[str, float]) -> str:
-        shown = [f"{key} {row[key]:.4g}" for key in COLUMNS[2:-1] if key in row]
+        shown = [f"{key} {row[key]:.4g}" for key in self.columns[2:-1] if key in row]
         return f"epoch {row['epoch'] + 1}/{trainer.max_epochs}  " + "  ".join(shown) + f"  {row['seconds']:.1f} s"
 
     def csv(self) -> str:
         """The rows so far, as the text of a CSV file."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
         return text.getvalue()
@@ -97,7 +98,7 @@ class Record(Callback):
         return statistics.median(row["seconds"] for row in self.rows) if self.rows else None
 
     def plot(self) -> None:
-        """Writes `curves.png`: loss and accuracy over the epochs."""
+        """Writes `curves.png`: loss and the task's metric over the epochs."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -106,12 +107,12 @@ class Record(Callback):
         canvas = FigureCanvasAgg(figure)
         rows = [{"epoch": -1} | (self.start or {}), *self.rows]
         epochs = [row["epoch"] + 1 for row in rows]
-        for axes, (label, unit) in zip(figure.subplots(1, 2), (("loss", ""), ("acc1", ", %")), strict=True):
+        for axes, label in zip(figure.subplots(1, 2), ("loss", self.metric), strict=True):
             for split in ("train", "val"):
                 values = [row.get(f"{split}/{label}") for row in rows]
                 if any(value is not None for value in values):
                     axes.plot(epochs, [float("nan") if value is None else value for value in values], label=split)
-            axes.set(xlabel="epoch", ylabel={"loss": "loss", "acc1": "top-1 accuracy"}[label] + unit)
+            axes.set(xlabel="epoch", ylabel=self.names[label])
             axes.grid(alpha=0.3)
             axes.legend()
         write_whole(self.folder / "curves.png", lambda file: canvas.print_png(file))

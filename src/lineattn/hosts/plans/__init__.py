@@ -11,6 +11,7 @@ from lineattn.hosts.plans import (
     eamlp,
     efficientnet,
     regnet,
+    resunet,
     swin,
     timm_resnet,
     torchvision_resnet,
@@ -25,6 +26,7 @@ PLANS: tuple[Plan, ...] = (
     timm_resnet.PLAN,
     *(plan for family in (convnext, regnet, efficientnet, vit, swin) for plan in (family.TIMM, family.TORCHVISION)),
     eamlp.PLAN,
+    resunet.PLAN,
 )
 
 

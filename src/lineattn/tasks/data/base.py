@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
+from lineattn.errors import InputError
 from lineattn.tasks.data.dataset import Batch, OnError, Samples
 from lineattn.tasks.data.sampler import EvalBatches, TrainBatches
 from lineattn.tasks.data.source import Splits
@@ -55,6 +57,14 @@ class TaskData(LightningDataModule, ABC):
         require((num_workers or 0) >= 0, "data.num_workers", num_workers, "0 or more")
         self._splits: Splits[Any] | None = None
 
+    def per_channel(self, what: str, values: Sequence[float]) -> list[float]:
+        """An option with a value a channel; one value, or the mean for grey, stands for all."""
+        if len(values) == self.channels:
+            return list(values)
+        if len(values) == 1 or (values and self.channels == 1):
+            return [sum(values) / len(values)] * self.channels
+        raise InputError(f"--data.{what} has {len(values)} values for {self.channels} channels")
+
     @property
     def splits(self) -> Splits[Any]:
         """The data set, read or listed at the first question."""
@@ -65,6 +75,11 @@ class TaskData(LightningDataModule, ABC):
     @property
     def classes(self) -> list[str]:
         return self.splits.classes
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the data set beside the names of its classes."""
+        return {}
 
     @abstractmethod
     def load(self) -> Splits[Any]:

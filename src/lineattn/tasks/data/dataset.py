@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +25,69 @@ _SHOWN = 10  # unreadable images that are named one by one
 class Batch(NamedTuple):
     """Images with labels and their places in the data set; what could not be read is a message instead."""
 
-    images: Tensor
-    labels: Tensor
+    images: Any
+    labels: Any
     index: Tensor
     skipped: list[str]
     error: str | None = None
 
 
-class Images(Dataset[Batch]):
-    """A split: batches of its images by (epoch, index).
+class Samples(Dataset[Batch], ABC):
+    """A split: batches of its samples by (epoch, index).
 
-    An unreadable image comes back as a message in the batch, not as an exception: one that crosses from a worker
-    arrives as a traceback.
+    An unreadable file comes back as a message in the batch, not as an exception: one that crosses from a worker arrives
+    as a traceback.
+
+    Args:
+        source: The samples as they are on disk or in memory.
+        seed: Seed of the run; what is drawn for a sample follows from it, the epoch and the sample's place.
+        on_error: What to do at an unreadable file.
     """
+
+    light: bool = False
+    """Whether a sample costs so little that a process of its own would not pay."""
+
+    def __init__(self, source: Any, *, seed: int, on_error: OnError) -> None:
+        self.source, self.seed, self.on_error = source, seed, on_error
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: Key) -> Batch:
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        samples: list[Any] = []
+        kept: list[int] = []
+        skipped: list[str] = []
+        for epoch, index in keys:
+            try:
+                sample = self.source.read(index)
+            except UnreadableImage as error:
+                if self.on_error == "stop":
+                    return self._batch([], [], [], str(error))
+                skipped.append(str(error).split(": repair", 1)[0])
+                continue
+            with seeded(self.seed, epoch, index):
+                samples.append(self.prepared(sample))
+            kept.append(index)
+        return self._batch(samples, kept, skipped)
+
+    def _batch(self, samples: list[Any], kept: list[int], skipped: list[str], error: str | None = None) -> Batch:
+        images, labels = self.stacked(samples, kept)
+        return Batch(images, labels, torch.tensor(kept, dtype=torch.long), skipped, error)
+
+    @abstractmethod
+    def prepared(self, sample: Any) -> Any:
+        """A sample as the network gets it, augmented in training."""
+
+    @abstractmethod
+    def stacked(self, samples: list[Any], kept: list[int]) -> tuple[Any, Any]:
+        """Images and labels of a batch; there may be none."""
+
+
+class Images(Samples):
+    """Images with a class each, all of one size."""
 
     def __init__(
         self,
@@ -49,39 +100,17 @@ class Images(Dataset[Batch]):
         seed: int,
         on_error: OnError,
     ) -> None:
-        self.source, self.transform, self.shape = source, transform, shape
-        self.mean, self.std, self.seed, self.on_error = mean, std, seed, on_error
+        super().__init__(source, seed=seed, on_error=on_error)
+        self.transform, self.shape, self.mean, self.std = transform, shape, mean, std
+        self.light = transform is None
 
-    def __len__(self) -> int:
-        return len(self.source)
+    def prepared(self, sample: Tensor) -> Tensor:
+        return sample if self.transform is None else self.transform(sample)
 
-    def __getitem__(self, key: Key) -> Batch:
-        return self.__getitems__([key])
-
-    def __getitems__(self, keys: list[Key]) -> Batch:
-        images: list[Tensor] = []
-        kept: list[int] = []
-        skipped: list[str] = []
-        for epoch, index in keys:
-            try:
-                image = self.source.read(index)
-            except UnreadableImage as error:
-                if self.on_error == "stop":
-                    return self._batch([], [], [], str(error))
-                skipped.append(str(error).split(": repair", 1)[0])
-                continue
-            if self.transform is not None:
-                with seeded(self.seed, epoch, index):
-                    image = self.transform(image)
-            images.append(image)
-            kept.append(index)
-        return self._batch(images, kept, skipped)
-
-    def _batch(self, images: list[Tensor], kept: list[int], skipped: list[str], error: str | None = None) -> Batch:
-        pixels = torch.stack(images) if images else torch.empty(0, *self.shape, dtype=torch.uint8)
+    def stacked(self, samples: list[Tensor], kept: list[int]) -> tuple[Tensor, Tensor]:
+        pixels = torch.stack(samples) if samples else torch.empty(0, *self.shape, dtype=torch.uint8)
         labels = torch.tensor([self.source.labels[index] for index in kept], dtype=torch.long)
-        place = torch.tensor(kept, dtype=torch.long)
-        return Batch(normalise(pixels, self.mean, self.std), labels, place, skipped, error)
+        return normalise(pixels, self.mean, self.std), labels
 
 
 class Unreadable:

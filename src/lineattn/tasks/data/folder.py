@@ -40,21 +40,37 @@ def find_splits(root: str | None) -> dict[str, Path]:
     Raises:
         InputError: There is no such folder, or no training split in it.
     """
-    if root is None:
-        raise InputError(f"--data.root is missing: name the folder of images ({_EXAMPLE})")
-    folder = Path(root)
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise InputError(f"--data.root {folder} {what}: {_EXAMPLE}")
-    places = {
-        split: place
-        for split, names in _SPLITS.items()
-        if (place := next((folder / name for name in names if (folder / name).is_dir()), None))
-    }
+    folder = find_root(root, _EXAMPLE)
+    places = find_parts(folder)
     if places and "train" not in places:
         found = next(iter(places.values()))
         raise InputError(f"--data.root {folder} has {found.name}/ but no train/: {_EXAMPLE}")
     return places or {"train": folder}
+
+
+def find_root(root: str | None, example: str) -> Path:
+    """The folder of a data set.
+
+    Raises:
+        InputError: None is named, or there is no such folder; `example` says what was expected.
+    """
+    if root is None:
+        raise InputError(f"--data.root is missing: name the folder of images ({example})")
+    folder = Path(root)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise InputError(f"--data.root {folder} {what}: {example}")
+    return folder
+
+
+def find_parts(folder: Path, ending: str = "") -> dict[str, Path]:
+    """What a folder has for each split under one of its usual names: a folder, or a file with that `ending`."""
+    there = Path.is_file if ending else Path.is_dir
+    return {
+        split: place
+        for split, names in _SPLITS.items()
+        if (place := next((place for name in names if there(place := folder / f"{name}{ending}")), None))
+    }
 
 
 def find_classes(place: Path) -> tuple[list[Path], list[Path]]:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-from collections.abc import Sequence
-
-import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
 
 from lineattn.errors import InputError, unknown
 from lineattn.tasks.data import cifar, digits, folder
-from lineattn.tasks.data.dataset import Batch, Images, OnError
-from lineattn.tasks.data.sampler import EvalBatches, TrainBatches
+from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.data.dataset import Images, OnError
 from lineattn.tasks.data.source import Defaults, Pixels, Source, Splits, stratified
 from lineattn.tasks.data.transforms import Augment, geometry
 from lineattn.tasks.ranges import require
@@ -25,10 +18,9 @@ NAMES: dict[str, Defaults] = {
     "cifar100": cifar.DEFAULTS,
     "digits": digits.DEFAULTS,
 }
-_FEW = 1000  # below that many samples, starting workers costs more than they save
 
 
-class ImageData(LightningDataModule):
+class ImageData(TaskData):
     """Images for classification.
 
     Args:
@@ -52,6 +44,10 @@ class ImageData(LightningDataModule):
         download: Fetch CIFAR where it is missing.
     """
 
+    resolved = ("name", "image_size", "channels", "augment", "mean", "std", "crop")
+    of_model = ("mixup", "cutmix")
+    free = (*TaskData.free, "download", "crop")
+
     def __init__(
         self,
         name: str | None = None,
@@ -74,14 +70,11 @@ class ImageData(LightningDataModule):
         *,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        self.name: str = name or ("folder" if root else "digits")
-        if self.name not in NAMES:
-            raise unknown("data set", self.name, NAMES)
-        usual = NAMES[self.name]
-        self.root, self.download = root, download
-        self.batch_size, self.num_workers = batch_size, num_workers
-        self.on_error: OnError = on_error
+        chosen: str = name or ("folder" if root else "digits")
+        if chosen not in NAMES:
+            raise unknown("data set", chosen, NAMES)
+        super().__init__(chosen, root, batch_size, num_workers, on_error, seed)
+        usual, self.download = NAMES[chosen], download
         self.image_size = usual.image_size if image_size is None else image_size
         self.channels = usual.channels if channels is None else channels
         require(self.channels in (1, 3), "data.channels", self.channels, "1 or 3")
@@ -89,17 +82,13 @@ class ImageData(LightningDataModule):
         small_folder = self.name == "folder" and not large
         self.augment: Augment = augment or ("pad_crop" if small_folder else usual.augment)
         self.rand_augment, self.erasing, self.mixup, self.cutmix = rand_augment, erasing, mixup, cutmix
-        self.mean = self._per_channel("mean", usual.mean if mean is None else mean)
-        self.std = self._per_channel("std", usual.std if std is None else std)
+        self.mean = self.per_channel("mean", usual.mean if mean is None else mean)
+        self.std = self.per_channel("std", usual.std if std is None else std)
         self.crop = (0.875 if large else 1.0) if crop is None else crop
         self.val_fraction = val_fraction
         self._check_ranges()
-        self.seed = seed
-        self._splits: Splits | None = None
 
     def _check_ranges(self) -> None:
-        require(self.batch_size >= 1, "data.batch_size", self.batch_size, "1 or more")
-        require((self.num_workers or 0) >= 0, "data.num_workers", self.num_workers, "0 or more")
         require(self.image_size >= 1, "data.image_size", self.image_size, "1 or more")
         require(0 < self.crop <= 1, "data.crop", self.crop, "above 0 and at most 1")
         require(0 <= self.erasing <= 1, "data.erasing", self.erasing, "from 0 to 1")
@@ -108,21 +97,10 @@ class ImageData(LightningDataModule):
         require(all(value > 0 for value in self.std), "data.std", self.std, "above 0")
         require(0 <= (self.val_fraction or 0) < 1, "data.val_fraction", self.val_fraction, "0 or more and below 1")
 
-    def _per_channel(self, what: str, values: Sequence[float]) -> list[float]:
-        if len(values) == self.channels:
-            return list(values)
-        if len(values) == 1 or (values and self.channels == 1):
-            return [sum(values) / len(values)] * self.channels
-        raise InputError(f"--data.{what} has {len(values)} values for {self.channels} channels")
+    def load(self) -> Splits[Source]:
+        return self._hold_out(self._load())
 
-    @property
-    def splits(self) -> Splits:
-        """The data set, read or listed at the first question."""
-        if self._splits is None:
-            self._splits = self._hold_out(self._load())
-        return self._splits
-
-    def _load(self) -> Splits:
+    def _load(self) -> Splits[Source]:
         if self.name == "folder":
             return folder.load(self.root, channels=self.channels)
         if self.name == "digits":
@@ -135,7 +113,7 @@ class ImageData(LightningDataModule):
             download=self.download,
         )
 
-    def _hold_out(self, splits: Splits) -> Splits:
+    def _hold_out(self, splits: Splits[Source]) -> Splits[Source]:
         fraction = self.val_fraction
         if fraction is None:
             fraction = 0.2 if self.name == "folder" and splits.test is None else 0.0
@@ -146,31 +124,7 @@ class ImageData(LightningDataModule):
             raise InputError(f"--data.val_fraction {fraction} of {len(splits.train)} images leaves a split empty")
         return Splits(splits.classes, splits.train.subset(train), splits.train.subset(val), splits.test, splits.notices)
 
-    @property
-    def classes(self) -> list[str]:
-        return self.splits.classes
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        rank, world = self._place()
-        images = self._images(self.splits.train, training=True)
-        sampler = TrainBatches(
-            len(images), self.batch_size, seed=self.seed, position=self._position, rank=rank, world=world
-        )
-        return self._loader(images, sampler)
-
-    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        return self.eval_loader(self.splits.val) if self.splits.val is not None else []
-
-    def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        return self.eval_loader(self.splits.test) if self.splits.test is not None else []
-
-    def eval_loader(self, source: Source) -> DataLoader[Batch]:
-        """Each image once, in order, without augmentation."""
-        rank, world = self._place()
-        images = self._images(source, training=False)
-        return self._loader(images, EvalBatches(len(images), self.batch_size, rank=rank, world=world))
-
-    def _images(self, source: Source, *, training: bool) -> Images:
+    def samples(self, source: Source, *, training: bool) -> Images:
         plain = self.augment == "none" and not self.rand_augment and not self.erasing
         resized = isinstance(source, Pixels)
         transform = None
@@ -193,40 +147,3 @@ class ImageData(LightningDataModule):
             seed=self.seed,
             on_error=self.on_error,
         )
-
-    def _loader(self, images: Images, sampler: TrainBatches | EvalBatches) -> DataLoader[Batch]:
-        workers = self.num_workers
-        if workers is None:
-            idle = images.transform is None or len(images) < _FEW
-            workers = 0 if idle else max(0, min(4, (os.cpu_count() or 1) - 1))
-        return DataLoader(
-            images,
-            batch_sampler=sampler,
-            num_workers=workers,
-            collate_fn=_as_is,  # pyright: ignore[reportArgumentType] - a batch comes whole
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=workers > 0,
-            worker_init_fn=_ignore_interrupt,
-            # Its own generator: a loader would otherwise draw from the global one at each start.
-            generator=torch.Generator().manual_seed(self.seed),
-        )
-
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    def _position(self) -> tuple[int, int]:
-        """The epoch and how many of its batches are done, as the fit loop counts them, restored ones included."""
-        if self.trainer is None:
-            return 0, 0
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        done = 0 if progress.is_last_batch else progress.current.ready
-        return self.trainer.fit_loop.epoch_progress.current.processed, done  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _as_is(batch: Batch) -> Batch:
-    return batch
-
-
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the main one decides when to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -36,7 +36,7 @@ def read_image(path: Path, channels: int) -> Tensor:
     Raises:
         UnreadableImage: The file is missing, no image, or broken.
     """
-    with _open(path) as image:
+    with open_image(path) as image:
         image.load()  # a TIFF is turned here
         ImageOps.exif_transpose(image, in_place=True)  # cameras store how they were held
         array = np.asarray(_convert(image, "L" if channels == 1 else "RGB"))
@@ -49,12 +49,17 @@ def read_header(path: Path) -> tuple[str, tuple[int, int]]:
     Raises:
         UnreadableImage: The file is missing, or no image by its first bytes.
     """
-    with _open(path) as image:
+    with open_image(path) as image:
         return image.mode, image.size
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Image.Image]:
+def open_image(path: Path) -> Iterator[Image.Image]:
+    """An image of Pillow's while it is decoded; whatever fails inside is a file that cannot be read.
+
+    Raises:
+        UnreadableImage: The file is missing, no image, or broken.
+    """
     try:
         with Image.open(path) as image:
             yield image

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,14 +79,17 @@ class Files:
         return Files([self.paths[i] for i in indices], [self.labels[i] for i in indices], self.channels)
 
 
+_Kind = TypeVar("_Kind")
+
+
 @dataclass(frozen=True)
-class Splits:
+class Splits(Generic[_Kind]):
     """The splits of a data set; `val` and `test` may be missing. `notices` are for the user to read, once."""
 
     classes: list[str]
-    train: Source
-    val: Source | None = None
-    test: Source | None = None
+    train: _Kind
+    val: _Kind | None = None
+    test: _Kind | None = None
     notices: list[str] = field(default_factory=list)
 
 
