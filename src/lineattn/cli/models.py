@@ -40,21 +40,24 @@ def run(args: list[str]) -> int:
     from lineattn.tasks.console import plain_console
 
     if pattern is not None and pattern.startswith(_TIMM):
-        names, registered = _of_timm(pattern), []
+        names, pixels, registered = _of_timm(pattern), [], []
     else:
-        names, registered = list_models(pattern), _registered(pattern) if pattern else []
-    methods = list_methods("depth") if names else fnmatch.filter(list_methods("depth"), pattern or "*")
+        names, pixels = list_models(pattern), list_models(pattern, task="seg")
+        registered = _registered(pattern) if pattern else []
+    methods = list_methods("depth") if names or pixels else fnmatch.filter(list_methods("depth"), pattern or "*")
     sample = fnmatch.filter(list_methods("sample"), pattern or "*")
-    if not (names or registered or methods or sample):
+    if not (names or pixels or registered or methods or sample):
         raise InputError(
             f"no network or method fits {pattern!r}; `lineattn models` lists all but timm's, which are timm/NAME"
         )
     console = plain_console()
     if names:
         console.print(_networks("networks (--model.name)", names, plain_cost))
+    if pixels:
+        console.print(_networks("of fit seg; also smp/ARCHITECTURE:NAME", pixels, plain_cost))
     if registered:
         console.print(_networks("registered by lineattn.timm (timm.create_model)", registered, timm_cost))
-    if names or registered:
+    if names or pixels or registered:
         console.print("A MAC is a multiply-accumulate of a convolution or matrix product, for one image.\n")
     if methods:
         console.print(_methods("attention over depth (--model.attn)", methods, "reads", _reads))

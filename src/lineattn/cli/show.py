@@ -37,8 +37,9 @@ def run(args: list[str]) -> int:
         if name.endswith(f"_{method}") and not options.attn:  # as lineattn.timm registers them
             print(_network(f"timm/{name.removesuffix(f'_{method}')}", method))
             return 0
-    if name not in list_models() and not name.endswith("_cifar") and not name.startswith("timm/"):
-        raise unknown("method or network", name, [*list_methods(), *list_models()])
+    networks = [*list_models(), *list_models(task="seg")]
+    if name not in networks and not name.endswith("_cifar") and not name.startswith(("timm/", "smp/")):
+        raise unknown("method or network", name, [*list_methods(), *networks])
     print(_network(name, options.attn))
     return 0
 
@@ -72,10 +73,15 @@ def _network(name: str, attn: str | None) -> str:
     from lineattn import attach, create_model
     from lineattn.analysis.cost import count_macs, count_params
     from lineattn.cli.models import plain_cost
+    from lineattn.models.segmentation import SegmentationNetwork
 
     plain = plain_cost(name)
     net = create_model(name)
-    host = attach(net, attn or "kcla")
+    pixels = isinstance(net, SegmentationNetwork)
+    host = attach(net.get_encoder() if pixels else net, attn or "kcla")
+    if pixels:
+        net.set_encoder(host)
+    whole = net if pixels else host
     lines = [
         f"{name}: {plain.params:,} parameters, {plain.macs / 1e6:,.1f} MMACs at {plain.side}x{plain.side}",
         "  stage    channels  reduction  ends at",
@@ -84,12 +90,15 @@ def _network(name: str, attn: str | None) -> str:
         f"  {stage:<8} {info['num_chs']:>8}  {info['reduction']:>9}  {info['module']}"
         for stage, info in enumerate(host.feature_info)
     ]
-    lines.append(f"  classifier for {host.num_classes} classes reads {host.head_hidden_size} features")
+    if pixels:
+        lines.append("  these are of its encoder; each pixel gets a class")
+    else:
+        lines.append(f"  classifier for {host.num_classes} classes reads {host.head_hidden_size} features")
     if attn:
-        macs = count_macs(host, torch.empty(1, 3, plain.side, plain.side, device="meta"))
+        macs, params = count_macs(whole, torch.empty(1, 3, plain.side, plain.side, device="meta")), count_params(whole)
         lines.append(
-            f"with {attn} behind {len(host.sites)} blocks: {count_params(host):,} parameters "
-            f"(+{count_params(host) / plain.params - 1:.1%}), {macs / 1e6:,.1f} MMACs (+{macs / plain.macs - 1:.1%})"
+            f"with {attn} behind {len(host.sites)} blocks: {params:,} parameters "
+            f"(+{params / plain.params - 1:.1%}), {macs / 1e6:,.1f} MMACs (+{macs / plain.macs - 1:.1%})"
         )
     else:
         lines.append(f"  {len(host.sites)} blocks that attention over depth can stand behind; see --attn METHOD")
