@@ -201,3 +201,14 @@ def test_what_is_trained_is_what_is_measured() -> None:
         assert meter.compute("val", torch.device("cpu"))["val/iou_fg"] == score
         assert torch.equal(predict(outputs), probabilities(outputs).argmax(1))
         assert (loss < 0.1) == (score == 100)
+
+
+def test_a_mask_of_another_size_stops_the_run_from_a_worker_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = scenes(tmp_path / "data", count=3)
+    wrong = root / "train" / "masks" / "train1.png"
+    Image.fromarray(np.zeros((5, 5), dtype=np.uint8)).save(wrong)
+    args = ("--out", str(tmp_path / "run"), "--data.root", str(root), "--data.image_size", "32", "--model.width", "8")
+    line = fails(capsys, "fit", "seg", *args, "--data.num_workers", "1", "--data.on_error", "skip")
+    assert str(wrong) in line and "is not of the size of its image" in line

@@ -36,7 +36,7 @@ class Samples(Dataset[Batch], ABC):
     """A split: batches of its samples by (epoch, index).
 
     An unreadable file comes back as a message in the batch, not as an exception: one that crosses from a worker arrives
-    as a traceback.
+    as a traceback. So does what else is wrong with a sample, whatever the policy for unreadable files.
 
     Args:
         source: The samples as they are on disk or in memory.
@@ -68,6 +68,8 @@ class Samples(Dataset[Batch], ABC):
                     return self._batch([], [], [], str(error))
                 skipped.append(str(error).split(": repair", 1)[0])
                 continue
+            except InputError as error:  # what skipping would hide, such as a mask of another size
+                return self._batch([], [], [], str(error))
             with seeded(self.seed, epoch, index):
                 samples.append(self.prepared(sample))
             kept.append(index)
