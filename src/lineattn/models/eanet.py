@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.models.segmentation import SegmentationNetwork
+from lineattn.models.segmentation import SegmentationNetwork, framed
 from lineattn.nn.sample.external import ExternalAttention, MemoryNorm
 
 _GRID = (1, 2, 4)  # times the dilation of the last stage, in its three blocks
@@ -86,11 +86,11 @@ class EANet(SegmentationNetwork):
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        x = F.pad(x, (0, (1 - width) % self.stride, 0, (1 - height) % self.stride))
-        size = x.shape[2:]
+        size = (height + (1 - height) % self.stride, width + (1 - width) % self.stride)
+        x = framed(x, *size)
         x = self.behind(self.attention(self.before(self.encoder.forward_features(x))))
         x = F.interpolate(self.head(self.drop(x)), size, mode="bilinear", align_corners=True)
-        return x[:, :, :height, :width]
+        return framed(x, height, width)
 
 
 def dilated_resnet(depth: int, *, output_stride: int = 8, in_chans: int = 3) -> nn.Module:

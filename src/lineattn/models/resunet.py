@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lineattn.errors import InputError
 from lineattn.models.cifar_resnet import BasicBlock
-from lineattn.models.segmentation import SegmentationNetwork
+from lineattn.models.segmentation import SegmentationNetwork, framed
 
 
 class ResUNetEncoder(nn.Module):
@@ -88,7 +88,7 @@ class Up(nn.Module):
             below, right = height - x.shape[2], width - x.shape[3]
             x = F.pad(x, (right // 2, right - right // 2, below // 2, below - below // 2))
         else:  # a stride of 2 takes the first pixel of two, and of an odd row the last one too
-            x = x[:, :, :height, :width]
+            x = framed(x, height, width)
         return self.conv(torch.cat((earlier, x), 1))
 
 

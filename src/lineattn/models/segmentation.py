@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.hosts.sources import Source, read
@@ -37,6 +38,18 @@ class SegmentationNetwork(nn.Module, ABC):
     def set_encoder(self, encoder: nn.Module) -> None:
         """Puts another in its place, which has the same maps."""
         self.set_submodule(self.encoder_path, encoder)
+
+
+def framed(x: Tensor, height: int, width: int) -> Tensor:
+    """A map in another size: rows below and columns at the right are filled with zeros, or cut off.
+
+    Example:
+        >>> import torch
+        >>> framed(torch.ones(1, 1, 2, 2), 1, 3)
+        tensor([[[[1., 1., 0.]]]])
+    """
+    # Cut by padding too: of a slice, an exported graph asks whether it is the whole, and is for such sizes only.
+    return F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2]))
 
 
 def load_encoder(net: SegmentationNetwork, source: Source) -> LoadReport:

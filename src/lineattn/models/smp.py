@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError, unknown
-from lineattn.models.segmentation import SegmentationNetwork
+from lineattn.models.segmentation import SegmentationNetwork, framed
 
 
 class SmpNetwork(SegmentationNetwork):
@@ -58,4 +57,4 @@ class SmpNetwork(SegmentationNetwork):
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
         stride = cast(Any, self.smp).encoder.output_stride
-        return self.smp(F.pad(x, (0, -width % stride, 0, -height % stride)))[:, :, :height, :width]
+        return framed(self.smp(framed(x, height + -height % stride, width + -width % stride)), height, width)
