@@ -148,7 +148,8 @@ def draw(title: str, cells: list[dict[str, Any]], path: Path) -> None:
             axes.axvline(statistics.mean(values), color=colour, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(cells)), [f"{cell['name'].replace('`', '')} ({len(cell['runs'])})" for cell in cells])
     axes.invert_yaxis()
-    axes.set(xlabel="test top-1 accuracy, %", title=f"{title} (seeds)")
+    axes.set(xlabel="test top-1 accuracy, %")
+    figure.suptitle(f"{title} (seeds)", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
     write_whole(path, lambda file: canvas.print_png(file))
 
