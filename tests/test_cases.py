@@ -25,6 +25,7 @@ from lineattn.hosts.weights import load_trunk
 from lineattn.tasks.data.images import ImageData
 from lineattn.tasks.record import Record
 from tests.tasks.helpers import Killed, fails, killed_at, make_small
+from tests.tasks.test_seg import scenes
 
 TINY = ("--data.image_size", "32", "--data.batch_size", "4", "--model.width", "8", "--trainer.max_epochs", "1")
 FAMILIES = {
@@ -136,17 +137,20 @@ def test_9_grey_images(photos, tmp_path) -> None:
 # 10: `predict` fails on a DataModule. More in tests/tasks/test_cls.py.
 @pytest.mark.parametrize("task", TASKS)
 def test_10_all_verbs_run(task, photos, tmp_path) -> None:
-    data = ("--data.root", str(photos))
-    fitted = run(
-        "fit", task, [*data, "--model.name", "resnet8_cifar", "--out", str(tmp_path / "run"), *TINY], quiet=True
-    )
+    if task == "seg":
+        root, network, classes = scenes(tmp_path / "scenes", count=4), "resunet", {"background", "foreground"}
+        new = root / "test" / "images"
+    else:
+        root, network, classes, new = photos, "resnet8_cifar", {"cat", "dog"}, photos / "test" / "cat"
+    data = ("--data.root", str(root))
+    fitted = run("fit", task, [*data, "--model.name", network, "--out", str(tmp_path / "run"), *TINY], quiet=True)
     last = ("--ckpt_path", "last", "--out", str(tmp_path / "run"))
     for verb in ("validate", "test"):
         found = run(verb, task, [*data, *last], quiet=True)
-        split = "val" if verb == "validate" else verb
-        assert found[f"{split}/acc1"] == fitted["last"][f"{split}/acc1"]
-    images = run("predict", task, [*last, "--input", str(photos / "test" / "cat")], quiet=True)
-    assert len(images) == 4 and all(found.keys() == {"cat", "dog"} for found in images.values())
+        key = f"{'val' if verb == 'validate' else verb}/{fitted['metric']}"
+        assert found[key] == fitted["last"][key]
+    images = run("predict", task, [*last, "--input", str(new)], quiet=True)
+    assert len(images) == 4 and all(found.keys() == classes for found in images.values())
 
 
 # 11: A resumed run isn't the one left alone. tests/tasks/test_resume.py compares weights, averages, optimiser and

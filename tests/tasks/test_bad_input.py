@@ -245,7 +245,7 @@ def test_a_disk_that_really_is_full(trained, tmp_path):
         os.system(f"umount {tmp_path}")
 
 
-@pytest.mark.parametrize(("name", "step"), [("_loss", 4), ("optimizer_step", 5)])
+@pytest.mark.parametrize(("name", "step"), [("loss", 4), ("optimizer_step", 5)])
 def test_a_loss_or_a_weight_that_is_no_number_stops_and_keeps_the_checkpoint(name, step, tmp_path, capsys, monkeypatch):
     plain, done = getattr(Classifier, name), [0]
 
@@ -255,7 +255,7 @@ def test_a_loss_or_a_weight_that_is_no_number_stops_and_keeps_the_checkpoint(nam
         if done[0] == 5 and name == "optimizer_step":
             with torch.no_grad():
                 next(self.net.parameters()).fill_(float("nan"))
-        return (found[0] * float("inf"), found[1]) if done[0] == 5 and name == "_loss" else found
+        return (found[0] * float("inf"), found[1]) if done[0] == 5 and name == "loss" else found
 
     monkeypatch.setattr(Classifier, name, diverging)
     out = tmp_path / "run"

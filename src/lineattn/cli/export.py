@@ -163,18 +163,14 @@ def _folded(net: nn.Module) -> nn.Module:
     """A copy with equal outputs where everything constant is folded, as far as the network's family is known."""
     import torch
 
-    from lineattn.hosts.depth_host import DepthHost
-    from lineattn.hosts.fold import fold_batch_norms
-    from lineattn.hosts.plans import PLANS
+    from lineattn.models.segmentation import SegmentationNetwork
     from lineattn.nn.sample.base import SampleAttention
 
-    if isinstance(net, DepthHost):
-        folded = net.fuse()
+    folded = copy.deepcopy(net).requires_grad_(False)
+    if isinstance(folded, SegmentationNetwork):
+        folded.set_encoder(_folded_trunk(folded.get_encoder()))
     else:
-        folded = copy.deepcopy(net).requires_grad_(False)
-        for plan in PLANS:
-            if plan.matches(folded):
-                fold_batch_norms(list(plan.steps(folded)), folded)
+        folded = _folded_trunk(folded)
     for name, module in list(folded.named_modules()):
         if isinstance(module, SampleAttention):
             folded.set_submodule(name, module.fuse())
@@ -183,6 +179,19 @@ def _folded(net: nn.Module) -> nn.Module:
             memory_format=torch.contiguous_format
         )  # views would be written with their whole
     return folded
+
+
+def _folded_trunk(net: nn.Module) -> nn.Module:
+    from lineattn.hosts.depth_host import DepthHost
+    from lineattn.hosts.fold import fold_batch_norms
+    from lineattn.hosts.plans import PLANS
+
+    if isinstance(net, DepthHost):
+        return net.fuse()
+    for plan in PLANS:
+        if plan.matches(net):
+            fold_batch_norms(list(plan.steps(net)), net)
+    return net
 
 
 def _refuse_custom(operators: set[str]) -> None:

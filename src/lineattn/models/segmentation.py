@@ -75,7 +75,7 @@ def load_encoder(net: SegmentationNetwork, source: Source) -> LoadReport:
         >>> load_encoder(net, other.encoder.state_dict()).new[-2:]
         ('head.weight', 'head.bias')
         >>> print(load_encoder(net, other.state_dict()))
-        state dict: 162 tensors loaded
+        state dict: 176 tensors loaded
         new, as they were: head.weight, head.bias
         dropped head.weight, head.bias: of another shape there (another class count?)
     """
