@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,6 @@ def test_a_sweep_holds_the_plain_network_too(tmp_path: Path, capsys: pytest.Capt
     assert "blocks.0.attn.qkv.weight" in create_model(**trained.arguments).state_dict()
 
 
-def test_arguments_of_the_method_are_no_others() -> None:
-    with pytest.raises(InputError, match="attn_args has 'swap', which is no argument of a method"):
-        Classifier(**VIT, attn="external_multihead", attn_args={"swap": "blocks.*.attn"}, classes=3)
-
-
 def test_what_has_no_plan_cannot_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lineattn.tasks.base.create_model", tiny_net)
     monkeypatch.setattr("lineattn.hosts.weights.find", unknown_family)
@@ -242,3 +238,22 @@ def test_the_schedule_keeps_the_layers_apart(tmp_path: Path) -> None:
 def test_layer_decay_out_of_range(layer_decay: float) -> None:
     with pytest.raises(InputError, match="layer_decay"):
         Optim(layer_decay=layer_decay)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_args": {"swap": "blocks.*.attn"}}, "attn_args has 'swap', which is no argument of a method"),
+        ({"attn_args": {"tell": 3}}, "attn_args has 'tell', which is no argument of a method"),
+        ({"attn_args": {"trunk": "x.pth"}}, "attn_args has 'trunk'"),
+        ({"attn_args": {"example": 3}}, "attn_args has 'example'"),
+        ({"attn_args": {"coef": "one"}}, "external_multihead can't be built with {'coef': 'one'}"),
+        ({"net_args": VIT["net_args"] | {"num_classes": 3}}, "can't have 'num_classes'"),
+        ({"net_args": [1, 2]}, "net_args is a list"),
+    ],
+    ids=["swap", "tell", "trunk", "example", "kind", "classes", "list"],
+)
+def test_arguments_that_are_none_are_one_line(change: dict[str, Any], message: str) -> None:
+    options = VIT | {"attn": "external_multihead", "swap": "blocks.*.attn"} | change
+    with pytest.raises(InputError, match=re.escape(message)):
+        Classifier(**options, classes=3)
