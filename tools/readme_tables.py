@@ -142,18 +142,19 @@ _SEEDS_OF_A_TEST = 5
 
 
 def study(name: str) -> str:
-    """Test accuracy on a few real images, and the paired difference from the first row."""
+    """What a study measures on a few real images, and the paired difference from the first row."""
     found = _read(f"study_{name}")
+    metric = found["metric"]
     first, rows = found["cells"][0], []
     interval = " (95 % interval)" if first["wanted"] >= _SEEDS_OF_A_TEST else ""
     for cell in found["cells"]:
-        ours = _by_seed(cell)
+        ours = _by_seed(cell, metric)
         rows.append(
             {
                 "": cell["name"],
-                "test accuracy, %": spread(list(ours.values())),
+                found["what"]: spread(list(ours.values())),
                 "seeds": f"{len(ours)}" if len(ours) == cell["wanted"] else f"{len(ours)} of {cell['wanted']}",
-                f"minus {first['name']}{interval}": "" if cell is first else _paired(ours, _by_seed(first)),
+                f"minus {first['name']}{interval}": "" if cell is first else _paired(ours, _by_seed(first, metric)),
                 "parameters": f"{cell['params']:,}",
                 "MMACs": f"{cell['macs'] / 1e6:.1f}",
             }
@@ -162,8 +163,8 @@ def study(name: str) -> str:
     return "\n\n".join([markdown(rows, list(rows[0])), _origin(f"`make study STUDY={name}`", environment)])
 
 
-def _by_seed(cell: dict[str, Any]) -> dict[int, float]:
-    return {run["seed"]: run["test/acc1"] for run in cell["runs"]}
+def _by_seed(cell: dict[str, Any], metric: str) -> dict[int, float]:
+    return {run["seed"]: run[metric] for run in cell["runs"]}
 
 
 def _paired(ours: dict[int, float], theirs: dict[int, float]) -> str:

@@ -1,6 +1,6 @@
 """Runs a small study, and collects what its runs have found: results/study_NAME.json, docs/study_NAME.png.
 
-Usage: python tools/study.py depth|sample FOLDER_OF_IMAGES OUT [--jobs 2] [--collect]
+Usage: python tools/study.py depth|sample|kvasir FOLDER_OF_IMAGES OUT [--jobs 2] [--collect]
 
 Every cell is a `lineattn sweep`; the command goes on where it was stopped. Cells run beside each other with one thread
 each: networks this small keep one core busy.
@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -38,11 +38,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Cells by the name of their folder; the first is the one that others are compared with."""
+    """Cells by the name of their folder; the first is the one that others are compared with.
+
+    Attributes:
+        metric: What is shown of a run, and `what` it is called.
+        weights: Which it is of: the `last`, or the `best` on the validation split.
+    """
 
     recipe: str
     title: str
     cells: dict[str, Cell]
+    task: str = "cls"
+    metric: str = "test/acc1"
+    what: str = "test accuracy, %"
+    weights: Literal["last", "best"] = "last"
 
 
 def depth(name: str, attn: str, arguments: str = "", seeds: int = 3, **model: str) -> Cell:
@@ -75,6 +84,19 @@ STUDIES = {
             "kcla_equal_temperatures": depth("KCLA, all temperatures 1", "kcla", "drop_path: 0.0, p: 1.0"),
         },
     ),
+    "kvasir": Study(
+        "kvasir_resunet.yaml",
+        "ResNet-UNet of half width, 240 images of Kvasir-SEG at 128 pixels, 45 epochs",
+        {
+            "none": Cell("plain", {"model.attn": "none"}),
+            "mrla_light": Cell("MRLA-light", {"model.attn": "mrla_light", "model.attn_args": "{drop_path: 0.0}"}),
+            "kcla": Cell("KCLA", {"model.attn": "kcla", "model.attn_args": "{head_dim: 16, drop_path: 0.0}"}),
+        },
+        task="seg",
+        metric="test/iou_fg",
+        what="test foreground IoU, pooled over all pixels, %",
+        weights="best",
+    ),
     "sample": Study(
         "cifar10_vit.yaml",
         "a small vision transformer, 5,000 re-encoded CIFAR-10 images, 6 epochs",
@@ -104,17 +126,27 @@ def train(study: Study, images: Path, out: Path, jobs: int) -> int:
 def _train(study: Study, images: Path, out: Path, name: str, seed: int) -> int:
     options = [part for key, value in study.cells[name].options.items() for part in (f"--{key}", value)]
     recipe = ROOT / "recipes" / "study" / study.recipe
-    command = [sys.executable, "-m", "lineattn", "sweep", "--config", str(recipe), "--data.root", str(images)]
+    command = [
+        sys.executable,
+        "-m",
+        "lineattn",
+        "sweep",
+        study.task,
+        "--config",
+        str(recipe),
+        "--data.root",
+        str(images),
+    ]
     command += [*options, "--data.num_workers", "0", "--seeds", str(seed), "--out", str(out / name)]
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
 def collect(study: Study, out: Path) -> dict[str, Any]:
-    """Test accuracy of every finished run by cell, with its settings, and where they were made."""
+    """What every finished run has found, by cell, with its settings, and where they were made."""
     cells = []
     for name, cell in study.cells.items():
         found = [_summary(out / name / str(seed)) for seed in range(1, cell.seeds + 1)]
-        runs = [{"seed": one["seed"]} | one["last"] for one in found if one]
+        runs = [{"seed": one["seed"]} | one[study.weights] for one in found if one]
         first = next((one for one in found if one), {})
         costs = {key: first.get(key) for key in ("params", "macs")}
         row = {"cell": name, "name": cell.name, "settings": cell.options, "wanted": cell.seeds, "runs": runs}
@@ -123,7 +155,8 @@ def collect(study: Study, out: Path) -> dict[str, Any]:
     if not environments:
         raise SystemExit(f"{out}: no run here yet; run `make study`")
     commits = sorted({str(one["git"]) for one in environments})
-    return {"cells": cells, "commits": commits, "environment": environments[0]}
+    about = {"metric": study.metric, "what": study.what, "weights": study.weights}
+    return about | {"cells": cells, "commits": commits, "environment": environments[0]}
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
@@ -132,14 +165,14 @@ def _summary(folder: Path) -> dict[str, Any] | None:
     return found if found.get("status") == "done" else None
 
 
-def draw(title: str, cells: list[dict[str, Any]], path: Path) -> None:
-    """Test accuracy: a dot a seed, a line at their mean, a row a cell; a dashed line at the mean of the first."""
+def draw(study: Study, cells: list[dict[str, Any]], path: Path) -> None:
+    """The metric: a dot a seed, a line at their mean, a row a cell; a dashed line at the mean of the first."""
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
     cells = [cell for cell in cells if cell["runs"]]
     for i, cell in enumerate(cells):
-        values = [run["test/acc1"] for run in cell["runs"]]
+        values = [run[study.metric] for run in cell["runs"]]
         ours = cell["cell"].startswith("kcla")
         colour = "0.4" if cell["cell"] == "none" else "tab:orange" if ours else "tab:blue"
         axes.plot(values, [i] * len(values), "o", color=colour, alpha=0.6, markersize=6)
@@ -148,8 +181,8 @@ def draw(title: str, cells: list[dict[str, Any]], path: Path) -> None:
             axes.axvline(statistics.mean(values), color=colour, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(cells)), [f"{cell['name'].replace('`', '')} ({len(cell['runs'])})" for cell in cells])
     axes.invert_yaxis()
-    axes.set(xlabel="test top-1 accuracy, %")
-    figure.suptitle(f"{title} (seeds)", fontsize=11)
+    axes.set(xlabel=study.what)
+    figure.suptitle(f"{study.title} (seeds)", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
     write_whole(path, lambda file: canvas.print_png(file))
 
@@ -166,7 +199,7 @@ def main() -> int:
     failed = 0 if options.collect else train(study, options.images, options.out, options.jobs)
     found = collect(study, options.out)
     write_json(ROOT / "results" / f"study_{options.study}.json", found)
-    draw(study.title, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
+    draw(study, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
     return 1 if failed else 0
 
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from lineattn.cli.task import run
+from lineattn.errors import InputError
 from lineattn.ops import native
 from lineattn.tasks.cls import Classifier
 from lineattn.tasks.data.source import Splits
@@ -154,6 +155,32 @@ def test_milestones_by_step_fall_at_the_same_place(steps):
 def test_cosine_and_constant():
     assert rates(Optim(lr=1.0, schedule="none"), 3) == [1.0] * 3
     assert rates(Optim(lr=1.0, schedule="cosine"), 4) == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_cosine_with_a_period_goes_up_again(steps):
+    """As torch's does behind its `T_max`."""
+    found = rates(Optim(lr=0.1, schedule="cosine", period=4, min_lr=0.01, per_step=steps > 1), 9, steps)
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    annealed = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=2 * steps, eta_min=0.01)
+    wanted = []
+    for _ in found:
+        wanted.append(sgd.param_groups[0]["lr"])
+        sgd.step()
+        annealed.step()
+    assert found == pytest.approx(wanted)
+    assert found[2 * steps] == pytest.approx(0.01) and found[4 * steps] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("wrong", [{"period": 5}, {"period": 4, "schedule": "poly"}, {"period": 4, "warmup_epochs": 1}])
+def test_a_period_that_means_nothing(wrong):
+    with pytest.raises(InputError, match=r"optim\.period"):
+        Optim(**wrong)
+
+
+def test_poly_falls_with_the_steps():
+    found = rates(Optim(lr=0.5, schedule="poly", decay_rate=0.9, per_step=True), 5, 4)
+    assert found == pytest.approx([0.5 * (1 - step / 20) ** 0.9 for step in range(20)])
 
 
 @pytest.mark.parametrize(("per_step", "expected"), [("false", [1.0, 0.5]), ("true", [0.629, 0.017])])

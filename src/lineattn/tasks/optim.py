@@ -11,7 +11,7 @@ from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateI
 from torch import nn
 from torch.optim import Optimizer
 
-from lineattn.errors import unknown
+from lineattn.errors import InputError, unknown
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.plans import find
 from lineattn.tasks.ranges import require
@@ -36,6 +36,8 @@ class Optim:
         decay_epochs: Epochs between two divisions, for `step`.
         decay_rate: Factor of a division; power for `poly`.
         min_lr: Where `cosine` and `poly` end.
+        period: Epochs after which `cosine` is back where it began, having been down half-way, as torch's
+            `CosineAnnealingLR` is after twice its `T_max`; by default it falls over the whole run.
         warmup_epochs: Epochs of linear warm-up from `warmup_lr`, counted within the run.
         warmup_lr: Learning rate at the start of the warm-up.
         per_step: Change the rate at each step instead of each epoch.
@@ -57,6 +59,7 @@ class Optim:
     decay_epochs: int = 30
     decay_rate: float = 0.1
     min_lr: float = 0.0
+    period: int | None = None
     warmup_epochs: int = 0
     warmup_lr: float = 1e-3
     per_step: bool = False
@@ -71,6 +74,10 @@ class Optim:
         require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
         if self.layer_decay is not None:
             require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "above 0 and at most 1")
+        if self.period is not None:
+            require(self.period >= 2 and self.period % 2 == 0, "optim.period", self.period, "an even number")
+            if self.schedule != "cosine" or self.warmup_epochs:
+                raise InputError("--optim.period is for --optim.schedule cosine without warm-up: leave it out")
         require(0 <= self.label_smoothing <= 1, "optim.label_smoothing", self.label_smoothing, "from 0 to 1")
         require(0 <= self.ema_decay < 1, "optim.ema_decay", self.ema_decay, "0 or more and below 1")
 
@@ -105,7 +112,7 @@ class Schedule:
     """
 
     def __init__(self, config: Optim, optimizer: Optimizer, *, epochs: int, steps_per_epoch: int) -> None:
-        self.per_step = config.per_step
+        self.per_step, self.steps_per_epoch, self.period = config.per_step, steps_per_epoch, config.period
         units = steps_per_epoch if config.per_step else 1
         # timm divides one unit of time before a milestone, torch and the papers at it; half a unit more mends that
         # without depending on rounding.
@@ -113,7 +120,7 @@ class Schedule:
         self.timm = create_scheduler_v2(
             optimizer,
             sched=config.schedule if config.schedule != "none" else "multistep",
-            num_epochs=epochs,
+            num_epochs=epochs if config.period is None else config.period // 2,
             decay_epochs=config.decay_epochs,
             decay_milestones=milestones if config.schedule == "multistep" else [],  # pyright: ignore[reportArgumentType]
             decay_rate=config.decay_rate,
@@ -127,5 +134,12 @@ class Schedule:
     def at(self, epoch: int, step: int) -> None:
         """Sets the learning rate for an epoch (a no-op by step) or for a step (a no-op by epoch)."""
         if self.timm is not None:
-            self.timm.step(epoch)
-            self.timm.step_update(step)
+            self.timm.step(self._folded(epoch, 1))
+            self.timm.step_update(self._folded(step, self.steps_per_epoch))
+
+    def _folded(self, time: int, units: int) -> int:
+        """A time on the way up, as the time on the way down at which the rate is the same."""
+        if self.period is None:
+            return time
+        time %= self.period * units
+        return min(time, self.period * units - time)

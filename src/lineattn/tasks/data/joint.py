@@ -53,6 +53,8 @@ def joint(
     # torchvision's annotation knows one value only.
     fill: Any = {tv_tensors.Image: [round(255 * value) for value in colour], tv_tensors.Mask: outside}
     steps: list[nn.Module] = []
+    if scale is None and size is not None:
+        steps.append(_Square(size))  # first: of what is smaller, all else is cheaper
     if "horizontal" in flips:
         steps.append(v2.RandomHorizontalFlip())
     if "vertical" in flips:
@@ -62,8 +64,6 @@ def joint(
         steps.append(v2.RandomApply([turn]))
     if scale is not None and size is not None:
         steps += [_RandomScale(*scale), v2.RandomCrop(size, pad_if_needed=True, fill=fill)]
-    elif size is not None:
-        steps.append(_Square(size))
     if jitter:
         steps.append(v2.ColorJitter(jitter, jitter, jitter, min(jitter / 4, 0.5)))
     return _Joint(v2.Compose(steps) if steps else None)
