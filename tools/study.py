@@ -86,7 +86,7 @@ STUDIES = {
     ),
     "kvasir": Study(
         "kvasir_resunet.yaml",
-        "ResNet-UNet of half width, 240 images of Kvasir-SEG at 128 pixels, 45 epochs",
+        "ResNet-UNet of half width, 240 images of Kvasir-SEG at 128 pixels, 36 epochs",
         {
             "none": Cell("plain", {"model.attn": "none"}),
             "mrla_light": Cell("MRLA-light", {"model.attn": "mrla_light", "model.attn_args": "{drop_path: 0.0}"}),
