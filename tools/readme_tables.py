@@ -15,6 +15,7 @@ from typing import Any
 
 from lineattn.analysis.runs import paired_interval, verdict
 from lineattn.cli.compare import markdown, spread
+from lineattn.cli.demo.cls import CLS
 from lineattn.cli.demo.result import Method
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def demo() -> str:
     """Accuracy on the bundled digits."""
     found = _read("demo")
-    rows = [Method(part["name"], part["title"], part["runs"], []).row() for part in found["methods"]]
+    rows = [Method(CLS, part["name"], part["runs"], []).row() for part in found["methods"]]
     rows.append(dict.fromkeys(rows[0], "") | {"method": "chance", "test accuracy, %": f"{found['chance']:.0f}"})
     return "\n\n".join([markdown(rows, list(rows[0])), found["sentence"], _origin("`make demo`", found["environment"])])
 
@@ -159,6 +160,10 @@ def study(name: str) -> str:
                 "MMACs": f"{cell['macs'] / 1e6:.1f}",
             }
         )
+    rows += [
+        dict.fromkeys(rows[0], "") | {"": row["name"], found["what"]: f"{row[metric]:.2f}"}
+        for row in found.get("baselines", [])
+    ]
     environment = found["environment"] | {"git": " and ".join(commit[:10] for commit in found["commits"])}
     return "\n\n".join([markdown(rows, list(rows[0])), _origin(f"`make study STUDY={name}`", environment)])
 
@@ -179,7 +184,7 @@ def _paired(ours: dict[int, float], theirs: dict[int, float]) -> str:
 
 TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune}
 SUBJECTS = ("scan", "memory", "decode")
-STUDIES = ("depth", "sample")
+STUDIES = ("depth", "sample", "kvasir")
 
 
 def main(check: bool) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from study_masks import baselines, draw_overlays
 
 from lineattn.files import write_json, write_whole
 
@@ -198,6 +199,10 @@ def main() -> int:
     study = STUDIES[options.study]
     failed = 0 if options.collect else train(study, options.images, options.out, options.jobs)
     found = collect(study, options.out)
+    if study.task == "seg":
+        found["baselines"] = baselines(ROOT / "recipes" / "study" / study.recipe, options.images)
+        first = {cell.name: options.out / name / "1" for name, cell in study.cells.items()}
+        draw_overlays(first, ROOT / "docs" / f"study_{options.study}_overlays.png")
     write_json(ROOT / "results" / f"study_{options.study}.json", found)
     draw(study, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
     return 1 if failed else 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lineattn.errors import InputError
-from lineattn.tasks import seg_meter
 from lineattn.tasks.seg_meter import NAMES, SegMeter
 from tests.oracles.segmentation import metrics
 
@@ -205,8 +204,8 @@ def test_processes_add_up(monkeypatch):
     for number, (loss, batch) in enumerate(four_batches()):
         whole.update(loss, *batch)
         (mine, other)[number % 2].update(loss, *batch)
-    monkeypatch.setattr(seg_meter, "is_initialized", lambda: True)
-    monkeypatch.setattr(seg_meter, "all_reduce", lambda sums: sums.add_(other.sums))
+    monkeypatch.setattr("lineattn.tasks.meter.is_initialized", lambda: True)
+    monkeypatch.setattr("lineattn.tasks.meter.all_reduce", lambda sums: sums.add_(other.sums))
     before = mine.sums.clone()
     found = mine.compute("val", CPU), mine.per_class("val", CPU), mine.count(CPU)
     assert torch.equal(mine.sums, before)

@@ -1,7 +1,8 @@
-"""Loss and accuracy over an epoch, exact over processes and over an interruption."""
+"""Loss and metrics over an epoch, exact over processes and over an interruption."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -9,17 +10,47 @@ from torch import Tensor
 from torch.distributed import all_reduce, is_available, is_initialized
 
 
-class Meter:
-    """Sums of loss, top-1 and top-5 hits, and the number of samples, in double precision.
+class Sums(ABC):
+    """What an epoch adds up, in double precision where the device has it.
 
     The sums are the state: saved in the middle of an epoch and restored, they go on as if nothing had happened.
+
+    Args:
+        size: How many sums there are.
     """
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.reset()
 
     def reset(self) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64)
+        self.sums = torch.zeros(self.size, dtype=torch.float64)
+
+    def restore(self, sums: Sequence[float]) -> None:
+        self.sums = torch.tensor(sums, dtype=torch.float64)
+
+    def total(self, device: torch.device) -> Tensor:
+        """The sums over all processes; every process must ask."""
+        sums = self.sums.clone()
+        if is_available() and is_initialized():
+            sums = sums.to(device)
+            all_reduce(sums)
+        return sums.cpu()
+
+    @abstractmethod
+    def compute(self, prefix: str, device: torch.device) -> dict[str, float]:
+        """The metrics, each as `prefix/name`; every process must ask."""
+
+    @abstractmethod
+    def count(self, device: torch.device) -> int:
+        """The samples over all processes; every process must ask."""
+
+
+class Meter(Sums):
+    """Sums of loss, top-1 and top-5 hits, and the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
 
     @torch.no_grad()
     def update(self, loss: Tensor, logits: Tensor, target: Tensor) -> None:
@@ -38,13 +69,6 @@ class Meter:
         kind = torch.float32 if loss.device.type == "mps" else torch.float64
         self.sums = self.sums.to(loss.device, kind) + batch.to(kind)
 
-    def total(self, device: torch.device) -> Tensor:
-        """The sums over all processes; every process must ask."""
-        sums = self.sums.to(device).clone()
-        if is_available() and is_initialized():
-            all_reduce(sums)
-        return sums.cpu()
-
     def compute(self, prefix: str, device: torch.device) -> dict[str, float]:
         """Mean loss and accuracies in percent, as `prefix/loss`, `prefix/acc1`, `prefix/acc5`."""
         loss, top1, top5, count = self.total(device).tolist()
@@ -57,8 +81,4 @@ class Meter:
         }
 
     def count(self, device: torch.device) -> int:
-        """The samples over all processes; every process must ask."""
         return int(self.total(device)[3])
-
-    def restore(self, sums: Sequence[float]) -> None:
-        self.sums = torch.tensor(sums, dtype=torch.float64)

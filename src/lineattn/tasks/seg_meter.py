@@ -34,14 +34,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import all_reduce, is_available, is_initialized
 
 from lineattn.errors import InputError
+from lineattn.tasks.meter import Sums
 
 NAMES = {
     "loss": "mean loss over images",
@@ -60,10 +59,8 @@ NAMES = {
 _PER_IMAGE = 5  # sums before the confusion matrix: loss, images, IoU, Dice, boundary score
 
 
-class SegMeter:
-    """Sums of losses, of scores of images and of the confusion matrix, in double precision.
-
-    The sums are the state: saved in the middle of an epoch and restored, they go on as if nothing had happened.
+class SegMeter(Sums):
+    """Sums of losses, of scores of images and of the confusion matrix.
 
     Args:
         classes: Number of classes, 2 for a foreground and a background.
@@ -81,10 +78,7 @@ class SegMeter:
 
     def __init__(self, classes: int, *, ignore: int = 255, boundary: bool = True) -> None:
         self.classes, self.ignore, self.boundary = classes, ignore, boundary
-        self.reset()
-
-    def reset(self) -> None:
-        self.sums = torch.zeros(_PER_IMAGE + self.classes**2, dtype=torch.float64)
+        super().__init__(_PER_IMAGE + classes**2)
 
     @torch.no_grad()
     def update(self, loss: Tensor, prediction: Tensor, target: Tensor) -> None:
@@ -127,14 +121,6 @@ class SegMeter:
             )
         return counts.view(self.classes, self.classes, images).double()
 
-    def total(self, device: torch.device) -> Tensor:
-        """The sums over all processes; every process must ask."""
-        sums = self.sums.clone()
-        if is_available() and is_initialized():
-            sums = sums.to(device)
-            all_reduce(sums)
-        return sums.cpu()
-
     def compute(self, prefix: str, device: torch.device) -> dict[str, float]:
         """The metrics of `NAMES`, as `prefix/miou` and so on; every process must ask."""
         sums = self.total(device)
@@ -171,9 +157,6 @@ class SegMeter:
     def count(self, device: torch.device) -> int:
         """The images over all processes that have a pixel that counts; every process must ask."""
         return int(self.total(device)[1])
-
-    def restore(self, sums: Sequence[float]) -> None:
-        self.sums = torch.tensor(sums, dtype=torch.float64)
 
     def _matrix(self, sums: Tensor) -> Tensor:
         return sums[_PER_IMAGE:].view(self.classes, self.classes)
