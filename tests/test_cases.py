@@ -5,6 +5,7 @@ Where another file holds the whole proof, the test here is the smallest input of
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from lineattn.cli.task import run
 from lineattn.errors import InputError
 from lineattn.hosts.weights import load_trunk
 from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.scenes import SceneData
 from lineattn.tasks.record import Record
+from tests.models import seg_nets
 from tests.tasks.helpers import Killed, fails, killed_at, make_small
 from tests.tasks.test_seg import scenes
 
@@ -59,6 +62,10 @@ def train(photos: Path, out: Path, *options: str):
     return run("fit", "cls", [*found, *TINY, *options], quiet=True)
 
 
+def train_masks(root: Path, out: Path, *options: str):
+    return run("fit", "seg", ["--data.root", str(root), "--out", str(out), *TINY, *options], quiet=True)
+
+
 # 1: "I added attention to the backbone, how do I load pretrained weights?" More in tests/hosts/test_weights.py.
 @pytest.mark.medium
 def test_1_a_plain_trunk_loads_into_a_network_with_attention() -> None:
@@ -92,6 +99,21 @@ def test_2_a_checkpoint_becomes_a_feature_extractor(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+# 3: Masks of 0 and 255 end in an assert. More in tests/tasks/data/test_pairs.py, with 0 and 1, palettes and JPEG.
+def test_3_masks_of_0_and_255_and_a_value_between(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(Record, "plot", lambda self: None)
+    root = scenes(tmp_path / "scenes", count=3)
+    assert train_masks(root, tmp_path / "a")["classes"] == 2
+    odd = root / "train" / "masks" / "train1.png"
+    with Image.open(odd) as mask:
+        values = np.array(mask)
+    values[0, 0] = 128
+    Image.fromarray(values).save(odd)
+    line = fails(capsys, "fit", "seg", "--data.root", str(root), "--out", str(tmp_path / "b"), *TINY)
+    assert str(odd) in line and "the value 128" in line and "--data.masks threshold" in line
+    assert train_masks(root, tmp_path / "b", "--data.masks", "threshold")["status"] == "done"
+
+
 # 7: A corrupt image ends the training without its name. More in tests/tasks/test_bad_input.py, with workers too.
 def test_7_a_corrupt_image_is_named_or_skipped(photos, tmp_path, capsys) -> None:
     broken = photos / "train" / "cat" / "0.jpg"
@@ -105,6 +127,22 @@ def test_7_a_corrupt_image_is_named_or_skipped(photos, tmp_path, capsys) -> None
     line = fails(capsys, "fit", "cls", "--out", str(tmp_path / "a"), *options)
     assert str(broken) in line or str(text) in line
     assert train(photos, tmp_path / "b", "--data.on_error", "skip")["skipped_images"] == 2
+
+
+@pytest.mark.parametrize("what", ["images", "masks"])
+def test_7_a_corrupt_image_or_mask_is_named_or_skipped(what, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(Record, "plot", lambda self: None)
+    root = scenes(tmp_path / "scenes", count=4)
+    broken = {split: root / split / what / f"{split}1.png" for split in ("train", "val", "test")}
+    cut = broken["test"].read_bytes()
+    for split, content in (("train", b"no picture"), ("val", b""), ("test", cut[: len(cut) * 2 // 3])):
+        broken[split].write_bytes(content)
+    assert main(["check-data", "--task", "seg", "--root", str(root)]) == 1
+    shown = capsys.readouterr().out
+    assert "3 files unreadable" in shown and all(str(path) in shown for path in broken.values())
+    line = fails(capsys, "fit", "seg", "--data.root", str(root), "--out", str(tmp_path / "a"), *TINY)
+    assert str(broken["train"]) in line or str(broken["val"]) in line
+    assert train_masks(root, tmp_path / "b", "--data.on_error", "skip")["skipped_images"] == 3
 
 
 # 8: A hidden folder becomes a class. More in tests/tasks/data/test_folder.py and tests/cli/test_check_data.py.
@@ -132,6 +170,26 @@ def test_9_grey_images(photos, tmp_path) -> None:
     net = lineattn.create_model("resnet8_cifar", attn="kcla", in_chans=1)
     load_trunk(net, trunk.state_dict())
     torch.testing.assert_close(net.backbone.conv1.weight, trunk.conv1.weight.sum(1, keepdim=True))
+
+
+def test_9_images_and_masks_of_every_mode(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Record, "plot", lambda self: None)
+    root = scenes(tmp_path / "scenes")
+    for split in ("train", "val", "test"):
+        for index, mode in enumerate(("L", "LA", "P", "RGB", "RGBA", "I;16")):
+            for kind in ("images", "masks"):
+                path = root / split / kind / f"{split}{index}.png"
+                with Image.open(path) as stored:
+                    grey = stored.convert("L")
+                wide = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+                (wide if mode == "I;16" else grey.convert(mode)).save(path)
+    for channels in (1, 3):
+        train = SceneData(root=str(root), channels=channels).splits.train
+        for index in range(6):
+            image, mask = train.read(index)
+            assert image.shape == (channels, *mask.shape) and mask.unique().tolist() == [0, 1]
+            assert image[:, mask == 1].float().mean() > image[:, mask == 0].float().mean() + 50
+        assert train_masks(root, tmp_path / str(channels), "--data.channels", str(channels))["status"] == "done"
 
 
 # 10: `predict` fails on a DataModule. More in tests/tasks/test_cls.py.
@@ -171,7 +229,7 @@ def test_11_a_resumed_run_equals_the_one_left_alone(tmp_path, monkeypatch) -> No
 # method on every family with two of them, tests/tasks/test_processes.py the command line.
 
 
-# 13: Sizes that 32 doesn't divide. Segmentation networks are in tests/test_smp.py.
+# 13: Sizes that 32 doesn't divide. More of segmentation in tests/models/test_seg_contract.py.
 SIZES = [
     pytest.param(method, size, marks=pytest.mark.medium if size == (65, 97) or method == "kcla" else pytest.mark.slow)
     for method in lineattn.list_methods("depth")
@@ -190,6 +248,35 @@ def test_13_any_size(method, size) -> None:
         assert found.isfinite().all()
     net(x).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in net.parameters())
+
+
+# And 18: every network for segmentation trains, is evaluated and predicts.
+@pytest.mark.medium
+@pytest.mark.parametrize("name", seg_nets.NAMES)
+def test_13_any_size_of_image_and_mask(name, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Record, "plot", lambda self: None)
+    seg_nets.narrow(monkeypatch)
+    sizes, out = ((65, 97), (100, 35)), tmp_path / "run"
+    root = scenes(tmp_path / "scenes", sizes=sizes, count=2)
+    small = [f"--model.{key}={json.dumps(value)}" for key, value in seg_nets.ARGUMENTS.get(name, {}).items()]
+    options = [
+        "--data.root",
+        str(root),
+        "--data.image_size",
+        "65",
+        "--model.name",
+        name,
+        "--model.attn",
+        "kcla",
+        *small,
+    ]
+    found = run("fit", "seg", ["--out", str(out), "--trainer.max_epochs", "1", *options], quiet=True)
+    assert found["status"] == "done" and {"val/iou_fg", "test/iou_fg"} <= found["last"].keys()
+    last = ["--ckpt_path", "last", "--out", str(out)]
+    run("predict", "seg", [*last, "--input", str(root / "test" / "images")], quiet=True)
+    for index, (height, width) in enumerate(sizes):
+        with Image.open(out / "predictions" / f"test{index}.png") as mask:
+            assert mask.size == (width, height)
 
 
 # 15: Attention counts as nothing, on the CPU. More in tests/analysis/test_cost.py and tests/models/test_counts.py.
@@ -241,7 +328,7 @@ def _step(net: torch.nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", lineattn.list_models())
+@pytest.mark.parametrize("name", [*lineattn.list_models(), *lineattn.list_models(task="seg")])
 def test_18_every_network_of_the_list_trains(name) -> None:
     side = 16 if name.endswith("_cifar") else 64
     _step(lineattn.create_model(name, attn="kcla", num_classes=3), torch.randn(2, 3, side, side))

@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from lineattn.errors import InputError
 from lineattn.ops import memory
-from lineattn.ops.memory import double_normalisation, external_attention
+from lineattn.ops.memory import double_normalisation, external_attention, slot_log_sums
 from tests.oracles import memory as oracle
 
 B, N, H, C, M = 2, 7, 2, 5, 3
@@ -57,6 +57,32 @@ def test_values_and_gradients_are_those_of_the_two_step_formula(form: str, norm:
     with torch.no_grad():
         assert torch.equal(external_attention(*given, mask=mask, norm=norm, tile=tile), found)
     assert (found.stride(1) == 1) == (form == "map")  # in memory as the query is
+
+
+@cases
+def test_parts_that_share_their_sums_are_the_whole(form: str, norm: str, tile: int | None, masked: bool):
+    """Values, and gradients, which go through what is shared too."""
+    query, keys, values = given = arguments(form)
+    mask = some_positions() if masked else None
+    spans = [slice(0, 2), slice(2, N)]
+    there = [None if mask is None else mask[:, at] for at in spans]
+    sums = [slot_log_sums(query[:, at], keys, mask=some, tile=tile) for at, some in zip(spans, there, strict=True)]
+    if masked:  # of no positions the sums are those of as many as there are, so that they are finite
+        sums = [slot_log_sums(query, keys, mask=mask, tile=tile)]
+    total = sums[0] if masked else torch.logaddexp(*sums)
+    found = torch.cat(
+        [
+            external_attention(query[:, at], keys, values, mask=some, norm=norm, tile=tile, log_sums=total)
+            for at, some in zip(spans, there, strict=True)
+        ],
+        1,
+    )
+    expected = external_attention(*given, mask=mask, norm=norm)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    cotangent = torch.randn_like(found)
+    pairs = zip(*(torch.autograd.grad(out, given, cotangent) for out in (found, expected)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @cases

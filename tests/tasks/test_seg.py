@@ -212,3 +212,34 @@ def test_a_mask_of_another_size_stops_the_run_from_a_worker_too(
     args = ("--out", str(tmp_path / "run"), "--data.root", str(root), "--data.image_size", "32", "--model.width", "8")
     line = fails(capsys, "fit", "seg", *args, "--data.num_workers", "1", "--data.on_error", "skip")
     assert str(wrong) in line and "is not of the size of its image" in line
+
+
+def test_images_in_tiles_mirrored_and_at_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tiles with the overlap of the receptive field say what the whole image says, of every view."""
+    fit(tmp_path / "run", scenes(tmp_path / "data", count=3), "--trainer.max_epochs", "1")
+    wide = tmp_path / "wide.png"
+    draws = np.random.default_rng(1)
+    Image.fromarray(draws.integers(0, 255, (21, 401, 3), dtype=np.uint8)).save(wide)
+    shared = ("--ckpt_path", str(tmp_path / "run" / "checkpoints" / "last.ckpt"), "--input", str(wide))
+    views = ("--flips", "[horizontal, vertical]", "--scales", "[1, 0.9]")
+
+    def found(name: str, *args: str) -> np.ndarray:
+        out = tmp_path / name
+        run("predict", "seg", ["--out", str(out), "--probabilities", "true", *shared, *args])
+        assert opened(out / "predictions" / "wide.png").size == (401, 21)
+        return np.load(out / "predictions" / "wide_probabilities.npy").astype(np.float64)
+
+    plain, mean = found("whole"), found("views", *views)
+    tiled = found("tiled", *views, "--tile", "328", "--overlap", "144")
+    assert "note: tiles of 328 pixels, overlapping by 144: the same as of the whole image" in capsys.readouterr().out
+    assert np.abs(tiled - mean).max() < 1e-3 < np.abs(mean - plain).max()  # of half precision
+    for args, message in (
+        (("--tile", "4"), "--tile 4: must be at least 8"),
+        (("--overlap", "8"), "--overlap 8 is that of tiles"),
+        (("--tile", "64", "--overlap", "32"), "--overlap 32 on both sides leaves nothing of --tile 64"),
+        (("--tile", "64", "--data.fit", "resize"), "--tile 64: this network sees images resized to squares"),
+        (("--scales", "[1, 0]"), "--scales [1.0, 0.0]: must be one or more factors above 0"),
+        (("--scales", "[]"), "--scales []: must be one or more factors above 0"),
+        (("--flips", "[diagonal]"), "flips"),
+    ):
+        assert message in fails(capsys, "predict", "seg", *shared, *args)

@@ -48,5 +48,4 @@ def restore(path: Path) -> Trained:
     model = {**config["model"], "trunk": None}
     module: Task = make_module(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
     module.load_state_dict(found["state_dict"])
-    net = module.net if module.ema is None else module.ema.module
-    return Trained(net.eval(), module.arguments, classes, task, data)
+    return Trained(module.evaluated_net.eval(), module.arguments, classes, task, data)

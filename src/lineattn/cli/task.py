@@ -18,12 +18,15 @@ from lineattn.cli.task_options import TaskCLI
 from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 from lineattn.measure import environment
+from lineattn.models.segmentation import SegmentationNetwork
 from lineattn.ops import native
 from lineattn.tasks import console, predict, seg_predict
 from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
 from lineattn.tasks.data.images import ImageData
 from lineattn.tasks.data.scenes import SceneData
 from lineattn.tasks.data.source import Files, Source
+from lineattn.tasks.ranges import require
+from lineattn.tasks.tiles import Tiled
 
 _NO_SPLIT = {"val": "pass --data.val_fraction as in training", "test": "add a test/ folder, or validate instead"}
 
@@ -141,21 +144,44 @@ def _predict_classes(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], s
 
 def _predict_masks(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
     assert isinstance(cli.data, SceneData) and cli.stored is not None
+    scales: list[float] = cli.config.scales
+    require(bool(scales) and min(scales) > 0, "scales", scales, "one or more factors above 0")
     device = cli.trainer.strategy.root_device
     module = cli.module.to(device).eval()
     found = seg_predict.segment(
-        lambda images: module(images.to(device)),
+        _tiled(cli, cli.data) or (lambda images: module(images.to(device))),
         paths,
         cli.data,
         cli.classes,
         cli.stored.get("palette"),
         cli.out / "predictions",
         keep_probabilities=cli.config.probabilities,
+        flips=cli.config.flips or (),
+        scales=scales,
     )
     seg_predict.show(found, cli.classes)
     console.say(f"masks and overlays: {cli.out / 'predictions'}")
     pixels = {str(one.path): dict(zip(cli.classes, one.pixels, strict=True)) for one in found}
     return pixels, seg_predict.as_csv(found, cli.classes)
+
+
+def _tiled(cli: TaskCLI, data: SceneData) -> Tiled | None:
+    """The network in tiles, where they are asked for; says how that differs from the whole image."""
+    tile, overlap = cli.config.tile, cli.config.overlap
+    if not tile:
+        if overlap is not None:
+            raise InputError(f"--overlap {overlap} is that of tiles: give the side of one, --tile, too")
+        return None
+    if data.fit == "resize":
+        raise InputError(
+            f"--tile {tile}: this network sees images resized to squares of {data.image_size} pixels (--data.fit "
+            "resize), which have no tiles: leave --tile out"
+        )
+    net = cli.module.evaluated_net
+    assert isinstance(net, SegmentationNetwork)
+    tiled = Tiled(net, tile, overlap, channels=data.channels)
+    console.note(tiled.notice)
+    return tiled
 
 
 def _report(cli: TaskCLI, split: str, source: Source | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lineattn.tasks import console
 from lineattn.tasks.base import Task
 from lineattn.tasks.checkpoint import KEY, CheckpointIO, Checkpoints, load
 from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.data.scenes import Flip
 from lineattn.tasks.kinds import kind
 from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
@@ -129,6 +130,28 @@ class TaskCLI(LightningCLI):
             else:
                 parser.add_argument(
                     "--probabilities", type=bool, default=False, help="write those of all classes too, as NumPy files"
+                )
+                parser.add_argument(
+                    "--tile", type=int, default=0, help="side of what the network sees at once; 0 for the whole image"
+                )
+                parser.add_argument(
+                    "--overlap",
+                    type=int | None,
+                    default=None,
+                    help="pixels that a tile sees beyond its own, on each side; by default as far as a pixel reaches "
+                    "in the network, but no more than a quarter of the tile",
+                )
+                parser.add_argument(
+                    "--flips",
+                    type=list[Flip] | None,
+                    default=None,
+                    help="see images mirrored too, horizontal, vertical or both, and take the mean",
+                )
+                parser.add_argument(
+                    "--scales",
+                    type=list[float],
+                    default=[1.0],
+                    help="factors of the images' size, such as [0.75, 1, 1.25], over which the mean is taken",
                 )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

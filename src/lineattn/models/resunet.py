@@ -128,7 +128,7 @@ class ResUNet(SegmentationNetwork):
 
     def __init__(self, *, num_classes: int = 1, in_chans: int = 3, width: int = 16, legacy_crop: bool = False) -> None:
         super().__init__()
-        self.num_classes = num_classes
+        self.num_classes, self.stride = num_classes, 8
         self.encoder: nn.Module = ResUNetEncoder(in_chans=in_chans, width=width)
         sizes = ((16, 4, 2 if legacy_crop else 1), (8, 2, 2), (4, 1, 2), (2, 1, 2))
         self.decoder = nn.ModuleList(

@@ -26,6 +26,8 @@ class SegmentationNetwork(nn.Module, ABC):
     encoder_path: ClassVar[str] = "encoder"
     """Name of the encoder in the network."""
     num_classes: int
+    stride: int
+    """Pixels between the positions of the deepest map: what is moved by them, or a multiple, has the same maps."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:

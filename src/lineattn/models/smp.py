@@ -53,8 +53,9 @@ class SmpNetwork(SegmentationNetwork):
         # The getter keeps timm's network whole, so that its weights load and attention can be attached.
         given: dict[str, Any] = {"encoder_weights": None, "feature_cls": "getter", **arguments}
         self.smp: nn.Module = known[architecture](f"tu-{encoder}", in_channels=in_chans, classes=num_classes, **given)
+        self.stride = cast(Any, self.smp).encoder.output_stride
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        stride = cast(Any, self.smp).encoder.output_stride
-        return framed(self.smp(framed(x, height + -height % stride, width + -width % stride)), height, width)
+        filled = framed(x, height + -height % self.stride, width + -width % self.stride)
+        return framed(self.smp(filled), height, width)

@@ -45,6 +45,7 @@ def external_attention(
     mask: Tensor | None = None,
     norm: Norm = "log",
     tile: int | None = None,
+    log_sums: Tensor | None = None,
 ) -> Tensor:
     r""":math:`o_i = \sum_j \alpha_{ij} v_j` with :math:`L_{ij} = \langle q_i, k_j \rangle`, doubly normalised.
 
@@ -63,6 +64,8 @@ def external_attention(
         tile: Positions at a time, in two passes over them: no map of logits of more positions than that is ever there,
             and the backward computes them again. The result is the same. All of them if not given; compiled, and where
             the gradient is differentiated again, it is all of them too.
+        log_sums: :math:`\ell`, from `slot_log_sums`, where these positions are some of a larger sample; by default
+            theirs. Plain operators compute this, and the gradient reaches :math:`\ell` too.
 
     Returns:
         ``(B, N, C)``, or ``(B, N, h, D)``, with the width of the values.
@@ -75,10 +78,10 @@ def external_attention(
         torch.Size([2, 100, 32])
     """
     _check(query, keys, values, mask, norm, tile)
-    lowered = autocast_dtype(query.device)
-    if lowered is not None and query.dtype != torch.float64:  # which autocast leaves alone
-        query, keys, values = query.to(lowered), keys.to(lowered), values.to(lowered)
+    query, keys, values = _lowered(query, keys, values)
     with no_autocast(query.device):
+        if log_sums is not None:
+            return _attended(query, keys, values, _column(mask, query), norm, tile, log_sums)
         if torch.compiler.is_compiling():
             alpha = double_normalisation(products(query, keys.mT), mask=mask, norm=norm)
             return spread(alpha.to(values.dtype), values, query)
@@ -86,6 +89,36 @@ def external_attention(
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in arguments[:3]):
             return _ExternalAttention.forward(*arguments)[0]  # small sets feel what apply costs
         return _ExternalAttention.apply(*arguments)[0]
+
+
+def slot_log_sums(query: Tensor, keys: Tensor, *, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
+    r""":math:`\ell_j = \log \sum_i e^{L_{ij}}` of each slot: all that positions learn of one another.
+
+    Those of parts of a sample give that of the whole by `torch.logaddexp`.
+
+    Args:
+        query: :math:`q`, as for `external_attention`.
+        keys: :math:`k`.
+        mask: Positions that exist.
+        tile: Positions at a time; all of them if not given.
+
+    Returns:
+        ``(B, 1, M)``, or for heads ``(B, 1, h, M)``, in single precision at least.
+
+    Raises:
+        InputError: Shapes, or a mask, that don't fit.
+
+    Example:
+        >>> x, keys = torch.randn(1, 100, 32), torch.randn(8, 32)
+        >>> parts = torch.logaddexp(slot_log_sums(x[:, :30], keys), slot_log_sums(x[:, 30:], keys))
+        >>> whole = external_attention(x, keys, keys)
+        >>> torch.allclose(external_attention(x[:, :30], keys, keys, log_sums=parts), whole[:, :30], atol=1e-5)
+        True
+    """
+    _check(query, keys, keys, mask, "log", tile)
+    query, keys = _lowered(query, keys)
+    with no_autocast(query.device):
+        return _log_sums(query, keys, _column(mask, query), tile)
 
 
 def double_normalisation(logits: Tensor, *, mask: Tensor | None = None, norm: Norm = "log") -> Tensor:
@@ -113,6 +146,14 @@ def double_normalisation(logits: Tensor, *, mask: Tensor | None = None, norm: No
     return _weights(_log_shares(logits, there), there, norm).to(logits.dtype)
 
 
+def _lowered(query: Tensor, *memories: Tensor) -> tuple[Tensor, ...]:
+    """What autocast would make of them; it leaves double precision alone."""
+    lowered = autocast_dtype(query.device)
+    if lowered is None or query.dtype == torch.float64:
+        return query, *memories
+    return tuple(tensor.to(lowered) for tensor in (query, *memories))
+
+
 class _ExternalAttention(torch.autograd.Function):
     r"""Returns the attention, and what is kept for the backward: :math:`L - \ell`, in tiles :math:`\ell`.
 
@@ -127,19 +168,11 @@ class _ExternalAttention(torch.autograd.Function):
     def forward(
         query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: Norm, tile: int | None
     ) -> tuple[Tensor, Tensor]:
-        def attended(shares: Tensor, there: Tensor | None) -> Tensor:
-            return spread(_weights(shares, there, norm).to(values.dtype), values, query)
-
         if tile is None:
             shares = _log_shares(products(query, keys.mT), mask)
-            return attended(shares, mask), shares
+            return spread(_weights(shares, mask, norm).to(values.dtype), values, query), shares
         lse = _log_sums(query, keys, mask, tile)
-
-        def part(at: slice) -> Tensor:
-            there = _at(mask, at)
-            return attended(_shifted(products(query[:, at], keys.mT), lse, there), there)
-
-        return _joined(_spans(query, tile), part, query), lse
+        return _attended(query, keys, values, mask, norm, tile, lse), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -200,6 +233,19 @@ def _gradients(
     return query_grad, grad_keys.to(keys.dtype), grad_values.to(values.dtype)
 
 
+def _attended(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: Norm, tile: int | None, lse: Tensor
+) -> Tensor:
+    r"""The attention for given :math:`\ell`, a tile at a time."""
+
+    def part(at: slice) -> Tensor:
+        there = _at(mask, at)
+        shares = _shifted(products(query[:, at], keys.mT), lse, there)
+        return spread(_weights(shares, there, norm).to(values.dtype), values, query)
+
+    return _joined(_spans(query, tile), part, query)
+
+
 def _plus(total: Tensor | None, more: Tensor) -> Tensor:
     return more if total is None else total + more
 
@@ -210,7 +256,7 @@ def _log_shares(logits: Tensor, mask: Tensor | None) -> Tensor:
     return _filled(logits.log_softmax(1), mask)
 
 
-def _log_sums(query: Tensor, keys: Tensor, mask: Tensor | None, tile: int) -> Tensor:
+def _log_sums(query: Tensor, keys: Tensor, mask: Tensor | None, tile: int | None) -> Tensor:
     r""":math:`\ell`, a tile at a time."""
     lse: Tensor | None = None
     for at in _spans(query, tile):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from inspect import signature
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,26 +20,13 @@ from lineattn.models import create_model
 from lineattn.models.segmentation import SegmentationNetwork
 from lineattn.nn.depth.base import Init
 from lineattn.tasks.data.dataset import Batch, Unreadable
+from lineattn.tasks.meter import Sums
 from lineattn.tasks.optim import Optim, Schedule, optimizer
 from lineattn.tasks.seeding import mix, seeded
 
 # What `create_model`, `attach` and `swap` take beside the arguments of a method.
 _NO_ARGUMENTS = {*signature(create_model).parameters, "example", "copy"} - {"method_args"}
 _LOOK_EVERY = 50  # steps between looks at the loss on a GPU, where looking waits for it
-
-
-class Sums(Protocol):
-    """Loss and metrics over an epoch. The sums are the state: saved, restored, and added over processes."""
-
-    def reset(self) -> None: ...
-
-    def total(self, device: torch.device) -> Tensor: ...
-
-    def compute(self, prefix: str, device: torch.device) -> dict[str, float]: ...
-
-    def count(self, device: torch.device) -> int: ...
-
-    def restore(self, sums: list[float]) -> None: ...
 
 
 class Task(LightningModule, ABC):
@@ -139,6 +126,11 @@ class Task(LightningModule, ABC):
         """The part of the network that a trunk's weights are for."""
         return self.net.get_encoder() if isinstance(self.net, SegmentationNetwork) else self.net
 
+    @property
+    def evaluated_net(self) -> nn.Module:
+        """The network of the averaged weights, where there are any."""
+        return self.net if self.ema is None else self.ema.module
+
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode; a frozen trunk is always in evaluation, but for what was put in."""
         super().train(mode)
@@ -150,7 +142,7 @@ class Task(LightningModule, ABC):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, outputs, ...); in evaluation by the averaged weights, where there are any."""
-        net = self.ema.module if self.ema is not None and not self.training else self.net
+        net = self.net if self.training else self.evaluated_net
         return net(images.contiguous(memory_format=self.memory_format))
 
     def configure_optimizers(self) -> Optimizer:

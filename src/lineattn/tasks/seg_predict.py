@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,14 @@ from lineattn.files import write_whole
 from lineattn.tasks import console
 from lineattn.tasks.data.legend import colour_map
 from lineattn.tasks.data.reading import read_image
-from lineattn.tasks.data.scenes import SceneData
+from lineattn.tasks.data.scenes import Flip, SceneData
 from lineattn.tasks.data.transforms import normalise
 from lineattn.tasks.seg_loss import probabilities
 
 _SHOWN = 20
 _OPACITY = 0.5
 _LINE = 16  # pixels of a line of the legend
+_AXES: dict[Flip, int] = {"horizontal": -1, "vertical": -2}
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,65 @@ class Segmented:
 
 
 @torch.no_grad()
-def class_probabilities(net: Callable[[Tensor], Tensor], image: Tensor, data: SceneData) -> Tensor:
+def class_probabilities(
+    net: Callable[[Tensor], Tensor],
+    image: Tensor,
+    data: SceneData,
+    *,
+    flips: Sequence[Flip] = (),
+    scales: Sequence[float] = (1.0,),
+) -> Tensor:
     """Probabilities of the classes at each pixel of an image of any size, as the network was trained to see it.
 
+    With flips and scales it is the mean over all of them, of probabilities, each brought back into the image's frame:
+    at every scale the image as it is and mirrored, and where it is mirrored in both ways, in both at once too.
+
+    It holds one such map beside a view's logits, and beside a view's probabilities where there is more than one view: 8
+    to 12 bytes a pixel and class.
+
     Args:
-        net: From images to logits.
+        net: From images to logits: a network, or a `lineattn.tasks.tiles.Tiled`, whose tiles then are of the views.
         image: (C, H, W), uint8.
-        data: The data module that it was trained with.
+        data: The data module that it was trained with. Where that resizes to a square, scales are of its side.
+        flips: Ways to mirror the image.
+        scales: Factors of its size.
 
     Shape:
         Output: (classes, H, W), in the size of the image.
     """
-    height, width = image.shape[1:]
-    if data.fit == "resize":
-        image = v2.functional.resize(image, [data.image_size, data.image_size], antialias=True)
-    logits = net(normalise(image[None], data.mean, data.std)).float()
-    if logits.shape[2:] != (height, width):
-        logits = v2.functional.resize(logits, [height, width])
-    return probabilities(logits)[0]
+    image = data.rescaled(image)
+    views = list(product(scales, _mirrors(flips)))
+    total: Tensor | None = None
+    for scale, axes in views:
+        found = probabilities(_logits(net, image, data, scale, axes))[0]
+        total = found if total is None else total.add_(found)
+    assert total is not None
+    return total.div_(len(views))
+
+
+def _mirrors(flips: Sequence[Flip]) -> list[tuple[int, ...]]:
+    """The axes of all ways to mirror an image or not."""
+    axes = [_AXES[flip] for flip in dict.fromkeys(flips)]
+    return [some for count in range(len(axes) + 1) for some in combinations(axes, count)]
+
+
+def _logits(
+    net: Callable[[Tensor], Tensor], image: Tensor, data: SceneData, scale: float, axes: tuple[int, ...]
+) -> Tensor:
+    """Those of a view, in the frame of the image."""
+    size = list(image.shape[1:])
+    square = [data.image_size] * 2 if data.fit == "resize" else size
+    seen = [max(1, round(scale * side)) for side in square]
+    if seen != size:
+        image = v2.functional.resize(image, seen, antialias=True)
+    logits = net(normalise(_mirrored(image, axes)[None], data.mean, data.std)).float()
+    if list(logits.shape[2:]) != size:
+        logits = v2.functional.resize(logits, size)
+    return _mirrored(logits, axes)
+
+
+def _mirrored(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return x.flip(axes) if axes else x
 
 
 def segment(
@@ -67,8 +110,11 @@ def segment(
     out: Path,
     *,
     keep_probabilities: bool,
+    flips: Sequence[Flip] = (),
+    scales: Sequence[float] = (1.0,),
 ) -> list[Segmented]:
-    """Writes for each image its mask, in its size, and an overlay; where asked for, the probabilities too.
+    """Writes for each image its mask, in its size, and an overlay; where asked for, the probabilities too. For `flips`
+    and `scales` see `class_probabilities`.
 
     Raises:
         InputError: An image can't be read.
@@ -79,7 +125,7 @@ def segment(
     found = []
     for path, name in zip(paths, names, strict=True):
         image = read_image(path, data.channels)
-        scores = class_probabilities(net, image, data)
+        scores = class_probabilities(net, image, data, flips=flips, scales=scales)
         mask = scores.argmax(0).to(torch.uint8).cpu()
         target = out / f"{name}.png"
         painted = Image.fromarray(mask.numpy(), "P")

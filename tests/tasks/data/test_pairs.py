@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from lineattn.errors import InputError
 from lineattn.tasks.data.legend import BINARY, IGNORE, Legend, read_legend
-from lineattn.tasks.data.masks import MaskRule, find_rule, read_mask
+from lineattn.tasks.data.masks import MaskRule, find_rule, nearest_rule, read_mask
 from lineattn.tasks.data.pairs import Pairs, PixelPairs, match
 from lineattn.tasks.data.reading import UnreadableImage
 
@@ -169,6 +169,17 @@ def test_more_values_than_two_need_class_names(tmp_path):
         find_rule([path], THREE, "color")
 
 
+@pytest.mark.parametrize(("values", "kind"), [([0, 1], "index"), ([0, 255], "binary")])
+def test_the_rule_that_most_masks_follow_where_one_spoils_it(tmp_path, values, kind):
+    files = [save(tmp_path / f"{i}.png", np.array([values], dtype=np.uint8)) for i in range(3)]
+    odd = save(tmp_path / "3.png", np.array([[0, 128]], dtype=np.uint8))
+    with pytest.raises(InputError, match="the value 128"):
+        find_rule([*files, odd], None, None)
+    assert nearest_rule([odd, *files], None).kind == kind
+    painted = [save(tmp_path / f"{i}.bmp", np.full((2, 2, 3), (255, 0, 0), dtype=np.uint8)) for i in range(2)]
+    assert nearest_rule([*painted, odd], THREE).kind == "colour"
+
+
 def test_a_broken_mask_does_not_hide_the_rule_but_all_of_them_do(tmp_path):
     broken, good = tmp_path / "a.png", save(tmp_path / "b.png", np.array([[0, 255]], dtype=np.uint8))
     broken.write_bytes(b"hello")
@@ -208,13 +219,13 @@ class TestPairs:
         assert not isinstance(caught.value, UnreadableImage)
 
     @pytest.mark.parametrize("broken", [0, 1])
-    @pytest.mark.parametrize("how", ["text", "truncated", "missing"])
+    @pytest.mark.parametrize("how", ["text", "empty", "truncated", "missing"])
     def test_what_cannot_be_read_is_one_line_with_its_path(self, pair, broken, how):
         file = pair[broken]
         if how == "missing":
             file.unlink()
         else:
-            file.write_bytes(b"hello" if how == "text" else file.read_bytes()[:-30])
+            file.write_bytes({"text": b"hello", "empty": b"", "truncated": file.read_bytes()[:-30]}[how])
         with pytest.raises(UnreadableImage) as caught:
             self.read(*pair)
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)

@@ -230,6 +230,9 @@ class TestVoc:
         (base / "SegmentationClass" / "a.png").unlink()
         with pytest.raises(InputError, match=r"no mask for .*a\.jpg"):
             load_voc(str(tmp_path), channels=3)
+        (base / "ImageSets" / "Segmentation" / "train.txt").write_text("\n")
+        with pytest.raises(InputError, match=r"train\.txt names no images"):
+            load_voc(str(tmp_path), channels=3)
         (base / "ImageSets" / "Segmentation" / "train.txt").unlink()
         with pytest.raises(InputError, match=r"train\.txt"):
             load_voc(str(tmp_path), channels=3)
@@ -268,6 +271,8 @@ def test_cityscapes_keeps_the_classes_of_its_benchmark(tmp_path):
     assert sizes(splits) == [1, 1, None] and "withheld" in splits.notices[0]
     assert splits.train.read(0)[1].unique().tolist() == [0, 18, IGNORE]
     assert len(splits.classes) == len(splits.palette) == 19
+    (tmp_path / "gtFine" / "test" / "ulm" / "ulm_0_gtFine_labelIds.png").write_bytes(b"")
+    assert sizes(load_cityscapes(str(tmp_path), channels=3)) == [1, 1, 1]  # named where it is read
     with pytest.raises(InputError, match="no leftImg8bit/train"):
         load_cityscapes(str(tmp_path / "gtFine"), channels=3)
 

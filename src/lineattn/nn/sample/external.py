@@ -25,7 +25,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lineattn.errors import InputError
 from lineattn.nn.depth.base import Init
 from lineattn.nn.sample.base import SampleAttention, check_init, normed, pointwise
-from lineattn.ops.memory import Norm, check_tile, double_normalisation, external_attention, products, spread
+from lineattn.ops.memory import (
+    Norm,
+    check_tile,
+    double_normalisation,
+    external_attention,
+    products,
+    slot_log_sums,
+    spread,
+)
 from lineattn.registry import register
 
 MemoryNorm = Norm | Literal["slots"]
@@ -53,7 +61,7 @@ class ExternalMemory(nn.Module):
             is ``slots``, they are all there.
 
     Shape:
-        - ``query``: ``(B, N, C)`` or ``(B, N, h, D)``; ``mask``: ``(B, N)``.
+        - ``query``: ``(B, N, C)`` or ``(B, N, h, D)``; ``mask``: ``(B, N)``; ``log_sums``: see `log_sums`.
         - Returns the shape of ``query``.
 
     Example:
@@ -100,18 +108,25 @@ class ExternalMemory(nn.Module):
         self.key_bias = nn.Parameter(torch.zeros(*shared, slots)) if bias else None
         self.value_bias = nn.Parameter(torch.zeros(*shared, width)) if bias else None
 
-    def forward(self, query: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, query: Tensor, mask: Tensor | None = None, log_sums: Tensor | None = None) -> Tensor:
         values = self.keys if self.values is None else self.values
         bias = self.value_bias
         if self.norm == "slots" or (self.training and self.dropout):
             alpha = F.dropout(self.attention(query, mask), self.dropout, self.training)
             out = spread(alpha, values, query)
         else:
-            out = external_attention(query, self.keys, values, mask=mask, norm=self.norm, tile=self.tile)
+            out = external_attention(
+                query, self.keys, values, mask=mask, norm=self.norm, tile=self.tile, log_sums=log_sums
+            )
             if bias is not None and self.key_bias is not None:
                 # That of the keys is cancelled exactly; it stands here to get its gradient, which is zero.
                 bias = bias + 0 * self.key_bias.sum()
         return out if bias is None else out + bias.to(out.dtype)
+
+    def log_sums(self, query: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What these positions add to the sums over all positions of a larger sample, ``(B, 1, M)`` or
+        ``(B, 1, h, M)``; the sums of all of them are what `forward` takes. Not with ``norm="slots"``."""
+        return slot_log_sums(query, self.keys, mask=mask, tile=self.tile)
 
     def logits(self, query: Tensor) -> Tensor:
         """``(B, N, M)`` or ``(B, N, h, M)``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -200,6 +201,21 @@ def find_rule(masks: Sequence[Path], legend: Legend | None, kind: RuleName | Non
     if entries == 2 and IGNORE in seen.values and strange.keys() != {1}:
         return MaskRule("binary", meant), [f"masks hold 0 and 255: taken as {' and '.join(meant.entries)}"]
     return MaskRule("index", meant), []
+
+
+def nearest_rule(masks: Sequence[Path], legend: Legend | None) -> MaskRule:
+    """The rule under which most of some masks have classes, where `find_rule` finds none."""
+    meant = legend or BINARY
+    rules = [MaskRule("colour", meant)] if meant.colours is not None else []
+    rules += [MaskRule("binary", meant)] if len(meant.entries) == 2 else []
+    rules += [MaskRule("index", meant)]  # last: masks of 0 and 255 fit it too, with all that is 255 ignored
+    fitting = [0] * len(rules)
+    for file in masks[:: max(1, len(masks) // _LOOK)][:_LOOK]:
+        for place, rule in enumerate(rules):
+            with suppress(InputError):
+                rule.classes(read_mask(file), file)
+                fitting[place] += 1
+    return rules[fitting.index(max(fitting))]
 
 
 @dataclass

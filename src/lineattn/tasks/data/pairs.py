@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,30 @@ _TURNS = {
 
 
 FilePairs = list[tuple[Path, Path]]  # images with their masks
+
+
+class Fault(InputError):
+    """Images and masks that make no pairs: one line that names a few of them.
+
+    Args:
+        kind: Its name, for programs.
+        before: What the line says before the names.
+        items: All names.
+        of: What an item is, in the singular.
+        after: What the line says after the names.
+    """
+
+    def __init__(self, kind: str, before: str, items: Sequence[str], of: str, after: str) -> None:
+        super().__init__(f"{before}{_some(items)}{after}")
+        self.kind, self.before, self.items, self.of, self.after = kind, before, list(items), of, after
+
+
+OnFault = Callable[[InputError], None]  # what is done with a fault, before what is left of the data set is looked at
+
+
+def stop(fault: InputError) -> None:
+    """Raises the fault."""
+    raise fault
 
 
 class PairSource(Protocol):
@@ -81,15 +105,7 @@ class Pairs:
         file, mask_file = self.images[index], self.masks[index]
         image = read_image(file, self.channels)
         mask = self.rule.classes(read_mask(mask_file), mask_file)
-        size = tuple(image.shape[1:])
-        if mask.shape != size and mask.shape == size[::-1]:
-            mask = _turned_like(file, mask)
-        if mask.shape != size:
-            raise InputError(
-                f"the mask {mask_file} ({_size(mask.shape)}) is not of the size of its image {file} ({_size(size)}): "
-                "store it in the image's size"
-            )
-        return image, torch.from_numpy(mask.copy())
+        return image, torch.from_numpy(fitted(mask, image.shape[1:], mask_file, file).copy())
 
     def subset(self, indices: Sequence[int]) -> Pairs:
         return Pairs([self.images[i] for i in indices], [self.masks[i] for i in indices], self.rule, self.channels)
@@ -124,55 +140,85 @@ class SegSplits(Splits[PairSource]):
     palette: list[Colour] | None = None
 
 
-def by_name(folder: Path, ending: str = "") -> dict[str, Path]:
-    """The images of a folder, at any depth, by their names without what comes last: the `ending` and the format.
+def fitted(mask: np.ndarray, size: Sequence[int], mask_file: Path, file: Path) -> np.ndarray:
+    """A mask as its image stands, turned where it fits only then.
 
-    Hidden files are left out, and those without the ending.
+    Args:
+        mask: Classes, (H, W).
+        size: Height and width of the image, upright.
+        mask_file: Where the mask is from.
+        file: Where the image is from.
 
     Raises:
-        InputError: Two images have one name.
+        InputError: It is of another size; both files are named.
+    """
+    size = tuple(size)
+    if mask.shape != size and mask.shape == size[::-1]:
+        mask = _turned_like(file, mask)
+    if mask.shape != size:
+        raise InputError(
+            f"the mask {mask_file} ({_size(mask.shape)}) is not of the size of its image {file} ({_size(size)}): "
+            "store it in the image's size"
+        )
+    return mask
+
+
+def by_name(folder: Path, ending: str = "", *, on_fault: OnFault = stop) -> dict[str, Path]:
+    """The images of a folder, at any depth, by their names without what comes last: the `ending` and the format.
+
+    Hidden files are left out, and those without the ending; of two images of one name, which are a fault, the second.
     """
     found: dict[str, Path] = {}
+    twins: list[str] = []
     for file in find_images(folder)[0]:
         name = file.relative_to(folder).with_suffix("").as_posix()
         if not name.endswith(ending):
             continue
         name = name.removesuffix(ending)
         if name in found:
-            raise InputError(f"{found[name]} and {file} have one name: rename or remove one of them")
-        found[name] = file
+            twins.append(f"{found[name]} and {file}")
+        found.setdefault(name, file)
+    if twins:
+        on_fault(Fault("same_name", "", twins, "pair", " have one name: rename or remove one of them"))
     return found
 
 
 def match(
-    images: Mapping[str, Path], masks: Mapping[str, Path], listed: Sequence[str] | None = None, *, place: Path
+    images: Mapping[str, Path],
+    masks: Mapping[str, Path],
+    listed: Sequence[str] | None = None,
+    *,
+    place: Path,
+    on_fault: OnFault = stop,
 ) -> FilePairs:
     """Each image with its mask: that of the same name, or with _segmentation, _mask, _seg or _label after it.
+
+    It is a fault if an image or a mask is missing, if an image has two masks, or if there are no images.
 
     Args:
         images: Files by name.
         masks: Files by name.
         listed: The names to take, in this order; by default all, and then no mask may be left over.
         place: What the names are from, for errors.
-
-    Raises:
-        InputError: An image or a mask is missing, or an image has two masks; a few are named, and how many there are.
+        on_fault: What to do with a fault. Where it doesn't stop, only what is whole becomes a pair.
     """
     found: dict[str, list[Path]] = {}
     for name, file in masks.items():
         found.setdefault(_image_of(name, images), []).append(file)
     wanted = list(images) if listed is None else listed
     if absent := [name for name in wanted if name not in images]:
-        raise InputError(f"{_some(absent)} of {place} without an image: add it, or take the name out")
-    if bare := [str(images[name]) for name in wanted if name not in found]:
-        raise InputError(f"no mask for {_some(bare)}: add one of the same name, or remove the image")
-    if several := [f"{images[name]} ({', '.join(map(str, found[name]))})" for name in wanted if len(found[name]) > 1]:
-        raise InputError(f"more than one mask for {_some(several)}: keep one")
+        on_fault(Fault("no_file", "", absent, "name", f" of {place} without an image: add it, or take the name out"))
+    there = [name for name in wanted if name in images]
+    if bare := [str(images[name]) for name in there if name not in found]:
+        on_fault(Fault("no_mask", "no mask for ", bare, "image", ": add one of the same name, or remove the image"))
+    whole = [name for name in there if name in found]
+    if several := [f"{images[name]} ({', '.join(map(str, found[name]))})" for name in whole if len(found[name]) > 1]:
+        on_fault(Fault("several_masks", "more than one mask for ", several, "image", ": keep one"))
     if listed is None and (alone := [str(file) for name in found if name not in images for file in found[name]]):
-        raise InputError(f"no image for {_some(alone)}: add one of the same name, or remove the mask")
+        on_fault(Fault("no_image", "no image for ", alone, "mask", ": add one of the same name, or remove the mask"))
     if not wanted:
-        raise InputError(f"no images in {place}: add some, or remove it")
-    return [(images[name], found[name][0]) for name in wanted]
+        on_fault(InputError(f"no images in {place}: add some, or remove it"))
+    return [(images[name], found[name][0]) for name in whole]
 
 
 def of_files(splits: Mapping[str, FilePairs], rule: MaskRule, *, channels: int, notices: list[str]) -> SegSplits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lineattn.errors import InputError, unknown
-from lineattn.tasks.data import seg_digits, seg_folder, seg_layouts
+from lineattn.tasks.data import seg_digits, seg_layouts
 from lineattn.tasks.data.base import TaskData
 from lineattn.tasks.data.dataset import OnError, Samples
 from lineattn.tasks.data.folder import DEFAULTS
@@ -18,7 +18,7 @@ from lineattn.tasks.data.joint import Joint, joint
 from lineattn.tasks.data.legend import IGNORE
 from lineattn.tasks.data.masks import RuleName
 from lineattn.tasks.data.pairs import PairSource, SegSplits
-from lineattn.tasks.data.transforms import normalise
+from lineattn.tasks.data.transforms import normalise, spread
 from lineattn.tasks.ranges import require
 from lineattn.tasks.seeding import permutation
 
@@ -46,9 +46,12 @@ class SceneData(TaskData):
         jitter: Strength of random brightness, contrast and saturation.
         outside: Class of the pixels that turning and cutting bring in: 255 leaves them out of the loss; the code of the
             layer attention papers takes them as background, 0.
+        rescale: Each image is spread from its own darkest to its own brightest value, before all else, and the network
+            gets values from 0 to 255 where `mean` and `std` don't say otherwise, as in the code of the layer attention
+            papers.
         channels: 1 or 3; images are converted. By default 1 for `digits`, else 3.
-        mean: Mean of a channel in 0..1, to be subtracted; by default ImageNet's, or 0.5 for `digits`.
-        std: Standard deviation of a channel; by default ImageNet's, or 0.25 for `digits`.
+        mean: Mean of a channel in 0..1, to be subtracted; by default ImageNet's, 0.5 for `digits`, or 0 with `rescale`.
+        std: Standard deviation of a channel; by default ImageNet's, 0.25 for `digits`, or 1/255 with `rescale`.
         classes_file: Class names, one a line, perhaps with a colour each (NAME R G B), for `folder` and `voc`.
         masks: What values of masks are, for `folder`: `index`, `binary`, `threshold` or `colour`; by default what suits
             the masks.
@@ -72,6 +75,7 @@ class SceneData(TaskData):
         rotate: float = 0.0,
         jitter: float = 0.0,
         outside: int = IGNORE,
+        rescale: bool = False,
         channels: int | None = None,
         mean: list[float] | None = None,
         std: list[float] | None = None,
@@ -90,10 +94,11 @@ class SceneData(TaskData):
         self.fit: Fit = fit
         self.scale = (0.5, 2.0) if scale is None else tuple(scale)
         self.flips = ["horizontal"] if flips is None else flips
-        self.rotate, self.jitter, self.outside = rotate, jitter, outside
+        self.rotate, self.jitter, self.outside, self.rescale = rotate, jitter, outside, rescale
         self.classes_file, self.val_fraction = classes_file, val_fraction
         self.masks: RuleName | None = masks
         usual_channels, *usual = (1, [0.5], [0.25]) if chosen == "digits" else (3, DEFAULTS.mean, DEFAULTS.std)
+        usual = [[0.0], [1 / 255]] if rescale else usual
         self.channels = usual_channels if channels is None else channels
         require(self.channels in (1, 3), "data.channels", self.channels, "1 or 3")
         self.mean, self.std = (
@@ -113,12 +118,7 @@ class SceneData(TaskData):
         require(0 <= self.outside <= IGNORE, "data.outside", self.outside, f"a class, or {IGNORE}")
         require(all(value > 0 for value in self.std), "data.std", self.std, "above 0")
         require(0 <= (self.val_fraction or 0) < 1, "data.val_fraction", self.val_fraction, "0 or more and below 1")
-        for option, value, names in (
-            ("classes_file", self.classes_file, ("folder", "voc")),
-            ("masks", self.masks, ("folder",)),
-        ):
-            if value is not None and self.name not in names:
-                raise InputError(f"--data.{option} {value}: for the data set {' and '.join(names)}, not {self.name}")
+        seg_layouts.refuse_misplaced(self.name, classes_file=self.classes_file, masks=self.masks)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -129,21 +129,13 @@ class SceneData(TaskData):
         return {} if palette is None else {"palette": [list(colour) for colour in palette]}
 
     def load(self) -> SegSplits:
-        return self._hold_out(self._load())
-
-    def _load(self) -> SegSplits:
         if self.name == "digits":
-            return seg_digits.load(image_size=self.image_size, channels=self.channels)
-        if self.name == "folder":
-            return seg_folder.load(self.root, channels=self.channels, classes_file=self.classes_file, masks=self.masks)
-        if self.name == "voc":
-            return seg_layouts.load_voc(self.root, channels=self.channels, classes_file=self.classes_file)
-        load: dict[str, Callable[..., SegSplits]] = {
-            "isic": seg_layouts.load_isic,
-            "ade20k": seg_layouts.load_ade20k,
-            "cityscapes": seg_layouts.load_cityscapes,
-        }
-        return load[self.name](self.root, channels=self.channels)
+            found = seg_digits.load(image_size=self.image_size, channels=self.channels)
+        else:
+            found = seg_layouts.load(
+                self.name, self.root, channels=self.channels, classes_file=self.classes_file, masks=self.masks
+            )
+        return self._hold_out(found)
 
     def _hold_out(self, splits: SegSplits) -> SegSplits:
         fraction = self.val_fraction
@@ -169,7 +161,23 @@ class SceneData(TaskData):
             "outside": self.outside,
         }
         transform = joint(size=square, **(augmented if training else {}))
-        return Scenes(source, transform, mean=self.mean, std=self.std, seed=self.seed, on_error=self.on_error)
+        return Scenes(
+            source,
+            transform,
+            rescale=self.rescale,
+            mean=self.mean,
+            std=self.std,
+            seed=self.seed,
+            on_error=self.on_error,
+        )
+
+    def rescaled(self, image: Tensor) -> Tensor:
+        """An image that comes without a mask, as `rescale` has it before it is resized, mirrored and normalised.
+
+        Shape:
+            Input: (C, H, W), uint8. Output: the same.
+        """
+        return spread(image) if self.rescale else image
 
 
 class Scenes(Samples):
@@ -180,16 +188,18 @@ class Scenes(Samples):
         source: PairSource,
         transform: Joint,
         *,
+        rescale: bool,
         mean: Sequence[float],
         std: Sequence[float],
         seed: int,
         on_error: OnError,
     ) -> None:
         super().__init__(source, seed=seed, on_error=on_error)
-        self.transform, self.mean, self.std = transform, mean, std
+        self.transform, self.rescale, self.mean, self.std = transform, rescale, mean, std
 
     def prepared(self, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        image, mask = self.transform(*sample)
+        image, mask = sample
+        image, mask = self.transform(spread(image) if self.rescale else image, mask)
         return normalise(image[None], self.mean, self.std)[0], mask.long()
 
     def stacked(

@@ -59,6 +59,20 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     return v2.functional.normalize(images, list(mean), list(std), inplace=True)
 
 
+def spread(image: Tensor) -> Tensor:
+    """An image from its own darkest to its own brightest value, of all channels; one of a single value turns black.
+
+    Shape:
+        Input: (C, H, W), uint8. Output: the same, with 0 and 255 in it.
+
+    Example:
+        >>> spread(torch.tensor([[[10, 20, 30]]], dtype=torch.uint8)).tolist()
+        [[[0, 128, 255]]]
+    """
+    low, high = (int(value) for value in image.aminmax())
+    return ((image.float() - low) * (255 / max(high - low, 1))).round().to(torch.uint8)
+
+
 def batch_mixing(mixup: float, cutmix: float, classes: int) -> nn.Module | None:
     """MixUp, CutMix, or one of the two at random for each batch; ``None`` where both strengths are 0."""
     kinds: list[nn.Module] = []
