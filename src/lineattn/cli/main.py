@@ -18,7 +18,7 @@ from lineattn.errors import InputError, unknown
 from lineattn.files import causes
 
 VERBS = {
-    "demo": "train plain, MRLA-light and KCLA ResNets on small real images: table, curves, report (a minute)",
+    "demo": "train small networks with and without KCLA on real images: table, curves, report (a minute); demo seg",
     "models": "networks with parameters and MACs, and the attention methods they take",
     "show": "one method (equation, paper, cost) or one network (stages, parameters, MACs)",
     "check-data": "what is wrong with a data set, before training finds out",

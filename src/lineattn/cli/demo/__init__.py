@@ -1,7 +1,7 @@
-"""`lineattn demo`: three small networks side by side on real images, in about a minute.
+"""`lineattn demo`: small networks side by side on real images, in a minute or two.
 
-Plain, MRLA-light and KCLA ResNets of equal depth, the same recipe, three seeds each, on the handwritten digits that
-scikit-learn bundles. `train` runs them, `result` sums them up, `pictures` and `report` show them.
+`lineattn demo` classifies, `lineattn demo seg` segments: `cls` and `seg` say what is trained and what is shown of it.
+`train` runs it, `result` sums it up, `pictures` and `report` show it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,36 @@ import argparse
 import time
 from pathlib import Path
 
-from lineattn.errors import InputError
+from lineattn.errors import InputError, unknown
 
 
 def run(args: list[str]) -> int:
-    """Trains the nine networks; prints a table; writes curves, a report and the numbers."""
+    """Trains the networks; prints a table; writes curves, a report and the numbers."""
     parser = argparse.ArgumentParser(
         prog="lineattn demo",
-        description="Plain, MRLA-light and KCLA ResNets on handwritten digits: nine runs, a table, a report.",
+        description="Small networks on images of handwritten digits: runs, a table, a report.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, help="new folder to write to (default: runs/demo, or runs/demo-2 ...)")
-    out = _new_folder(parser.parse_args(args).out)
+    parser.add_argument(
+        "task",
+        nargs="?",
+        default="cls",
+        help="cls (default): plain, MRLA-light and KCLA ResNets classify digits, nine runs in a minute; seg: plain and "
+        "KCLA ResNet-UNets find even and odd digits in scenes, six runs in two minutes, with overlays",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="new folder to write to (default: runs/demo or runs/demo-seg, or the same with -2 ...)"
+    )
+    given = parser.parse_args(args)
+
+    from lineattn.cli.demo.cls import CLS
+    from lineattn.cli.demo.seg import SEG
+
+    demos = {demo.task: demo for demo in (CLS, SEG)}
+    if given.task not in demos:
+        raise unknown("task", given.task, demos)
+    demo = demos[given.task]
+    out = _new_folder(given.out, demo.command.replace(" ", "-"))
 
     from lineattn.cli.demo.pictures import draw
     from lineattn.cli.demo.report import write_report
@@ -30,17 +48,14 @@ def run(args: list[str]) -> int:
     from lineattn.tasks.console import plain_console
 
     console = plain_console()
-    console.print(
-        f"Nine networks on 16x16 images of handwritten digits: plain, MRLA-light and KCLA, three seeds each.\n"
-        f"Writing to {out}\n"
-    )
+    console.print(f"{demo.opening}\nWriting to {out}\n")
     began = time.monotonic()
-    digits = train_all(out, console)
-    results = read_results(out, seconds=time.monotonic() - began)
+    seen = train_all(demo, out, console)
+    results = read_results(demo, out, floors=seen.floors, seconds=time.monotonic() - began)
     results.write(out / "results.json")
     draw(results, out / "curves.png", dark=False)
     draw(results, out / "curves-dark.png", dark=True)
-    write_report(results, digits, out)
+    write_report(results, seen, out)
     console.print()
     show_table(results, console)
     console.print(results.sentence())
@@ -49,8 +64,8 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _new_folder(given: Path | None) -> Path:
-    """The folder asked for, or the first of runs/demo, runs/demo-2, ... that is free.
+def _new_folder(given: Path | None, name: str) -> Path:
+    """The folder asked for, or the first of runs/NAME, runs/NAME-2, ... that is free.
 
     Raises:
         InputError: The folder asked for holds something.
@@ -60,6 +75,6 @@ def _new_folder(given: Path | None) -> Path:
             raise InputError(f"--out {given} is not an empty folder; choose a new one")
         return given
     number = 1
-    while (folder := Path("runs") / ("demo" if number == 1 else f"demo-{number}")).exists():
+    while (folder := Path("runs") / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return folder

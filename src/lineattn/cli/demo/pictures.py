@@ -1,4 +1,4 @@
-"""The demo's curves."""
+"""The curves of a demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lineattn.cli.demo.result import CHANCE, Method, Results
+from lineattn.cli.demo.result import Method, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,26 +22,29 @@ _DASHES = {"none": (0, (1, 1)), "mrla_light": (0, (5, 2)), "kcla": "solid"}
 
 
 def draw(results: Results, path: Path, *, dark: bool) -> None:
-    """Writes loss and validation accuracy over the epochs (mean, band from lowest to highest seed), and the tests."""
+    """Writes loss and validation metric over the epochs (mean, band from lowest to highest seed), and the tests."""
     colours = _DARK if dark else _LIGHT
     figure = Figure(figsize=(11, 3.7), layout="constrained", facecolor=colours["paper"])
     canvas = FigureCanvasAgg(figure)
-    loss, accuracy, test = figure.subplots(1, 3, width_ratios=(1, 1, 0.8))
+    loss, metric, test = figure.subplots(1, 3, width_ratios=(1, 1, 0.8))
     for method in results.methods:
         _curve(loss, method, "train/loss", colours)
-        _curve(accuracy, method, "val/acc1", colours)
+        _curve(metric, method, f"val/{results.demo.metric}", colours)
     loss.set_title("training loss")
     loss.set_ylim(bottom=0)
-    accuracy.set_title("validation accuracy, %")
-    accuracy.set_ylim(0, 101)
-    accuracy.axhline(CHANCE, color=colours["ink"], linewidth=0.8, alpha=0.5)
-    accuracy.annotate("chance", (1, CHANCE), (0, 3), textcoords="offset points", color=colours["ink"], fontsize=8)
-    for axes in (loss, accuracy):
+    metric.set_title(f"validation {results.demo.metric_name}, %")
+    metric.set_ylim(0, 101)
+    for name, floor in results.floors.items():
+        metric.axhline(floor, color=colours["ink"], linewidth=0.8, alpha=0.5)
+        # At the right, where the curves are far above.
+        across = metric.get_yaxis_transform()
+        metric.text(1, floor + 1, name, transform=across, ha="right", color=colours["ink"], fontsize=8)
+    for axes in (loss, metric):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _tests(test, results, colours)
     loss.legend(frameon=False, labelcolor=colours["ink"])
-    for axes in (loss, accuracy, test):
+    for axes in (loss, metric, test):
         _dress(axes, colours)
     canvas.print_png(path)
 
@@ -59,16 +62,14 @@ def _tests(axes: Axes, results: Results, colours: dict[str, str]) -> None:
     """A dot a run and a bar at their mean."""
     for place, method in enumerate(results.methods):
         colour = colours[method.name]
-        spread = [
-            place + 0.12 * (number - (len(method.accuracies) - 1) / 2) for number in range(len(method.accuracies))
-        ]
-        axes.scatter(spread, method.accuracies, color=colour, s=36, zorder=3)
-        mean = fmean(method.accuracies)
+        spread = [place + 0.12 * (number - (len(method.scores) - 1) / 2) for number in range(len(method.scores))]
+        axes.scatter(spread, method.scores, color=colour, s=36, zorder=3)
+        mean = fmean(method.scores)
         axes.plot([place - 0.3, place + 0.3], [mean, mean], color=colour, linewidth=2)
         axes.annotate(f"{mean:.1f}", (place + 0.32, mean), color=colours["ink"], va="center", fontsize=9)
     axes.set_xticks(range(len(results.methods)), [method.title for method in results.methods])
     axes.set_xlim(-0.5, len(results.methods) - 0.3)
-    axes.set_title("test accuracy of each run, %")
+    axes.set_title(f"test {results.demo.metric_name} of each run, %")
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter("{x:.1f}")
 

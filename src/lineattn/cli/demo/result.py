@@ -1,4 +1,4 @@
-"""What the nine runs found, and the one sentence that the numbers carry."""
+"""What the runs of a demo found, and the one sentence that the numbers carry."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineattn.analysis.runs import mean_std, paired_interval, verdict
-from lineattn.cli.demo.train import METHODS, SEEDS, folder
+from lineattn.cli.demo.base import SEEDS, Demo
 from lineattn.files import write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-CHANCE = 10.0
 
 
 @dataclass(frozen=True)
 class Method:
     """One method over its seeds: its summaries, and a list of epochs (rows of ``metrics.csv``) a run."""
 
+    demo: Demo
     name: str
-    title: str
     summaries: list[dict[str, Any]]
     curves: list[list[dict[str, float]]]
 
     @property
-    def accuracies(self) -> list[float]:
-        """Top-1 accuracy on the test images in percent, one a seed, of the last weights: nothing was selected."""
-        return [summary["last"]["test/acc1"] for summary in self.summaries]
+    def title(self) -> str:
+        return self.demo.methods[self.name]
+
+    @property
+    def scores(self) -> list[float]:
+        """The metric on the test images in percent, one a seed, of the last weights: nothing was selected."""
+        return [summary["last"][f"test/{self.demo.metric}"] for summary in self.summaries]
 
     def row(self) -> dict[str, Any]:
         """The method's line in the table."""
-        mean, std = mean_std(self.accuracies)
+        mean, std = mean_std(self.scores)
         first = self.summaries[0]
         seconds = sorted(summary["seconds_per_epoch"] for summary in self.summaries)[len(self.summaries) // 2]
         return {
             "method": self.title,
-            "test accuracy, %": f"{mean:.2f} ± {std:.2f}",
+            _column(self.demo): f"{mean:.2f} ± {std:.2f}",
             "runs": len(self.summaries),
             "parameters": f"{first['params']:,}",
             "MMACs": f"{first['macs'] / 1e6:.2f}",
@@ -49,51 +51,65 @@ class Method:
 
 @dataclass(frozen=True)
 class Results:
-    """The methods, plain first, the environment of the runs, and how long all took."""
+    """The methods, plain first, what takes no training, the environment of the runs, and how long all took."""
 
+    demo: Demo
     methods: list[Method]
+    floors: dict[str, float]
     environment: dict[str, Any]
     seconds: float
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table, with chance as its last line."""
+        """The table, with what takes no training as its last lines."""
         rows = [method.row() for method in self.methods]
-        return [*rows, {key: "" for key in rows[0]} | {"method": "chance", "test accuracy, %": f"{CHANCE:.0f}"}]
+        empty = dict.fromkeys(rows[0], "")
+        floors = [empty | {"method": name, _column(self.demo): f"{value:.0f}"} for name, value in self.floors.items()]
+        return [*rows, *floors]
 
     def sentence(self) -> str:
         """What can be said of the differences: no more than their paired t-intervals hold."""
         plain, *others = self.methods
         parts = []
         for method in others:
-            centre, low, high = paired_interval(method.accuracies, plain.accuracies)
+            centre, low, high = paired_interval(method.scores, plain.scores)
             interval = f"95 % interval {low:+.2f} to {high:+.2f}"
             parts.append(f"{method.title} {centre:+.2f} points ({interval}), {verdict(low, high)}")
-        return f"Test accuracy against {plain.title}, paired over {len(SEEDS)} seeds: {'; '.join(parts)}."
+        against = f"Test {self.demo.metric_name} against {plain.title}, paired over {len(SEEDS)} seeds"
+        return f"{against}: {'; '.join(parts)}."
 
     def write(self, path: Path) -> None:
         """Writes the numbers as JSON."""
         content = {
             "sentence": self.sentence(),
-            "chance": CHANCE,
+            **self.floors,
             "seconds": round(self.seconds, 1),
             "environment": self.environment,
             "methods": [
-                {"name": method.name, "title": method.title, "test/acc1": method.accuracies, "runs": method.summaries}
+                {
+                    "name": method.name,
+                    "title": method.title,
+                    f"test/{self.demo.metric}": method.scores,
+                    "runs": method.summaries,
+                }
                 for method in self.methods
             ],
         }
         write_json(path, content)
 
 
-def read_results(out: Path, *, seconds: float) -> Results:
+def _column(demo: Demo) -> str:
+    return f"test {demo.metric_name}, %"
+
+
+def read_results(demo: Demo, out: Path, *, floors: dict[str, float], seconds: float) -> Results:
     """Reads the run folders of a finished demo."""
     methods = []
-    for attn, title in METHODS.items():
-        folders = [folder(out, attn, seed) for seed in SEEDS]
+    for attn in demo.methods:
+        folders = [demo.folder(out, attn, seed) for seed in SEEDS]
         summaries = [json.loads((place / "summary.json").read_text()) for place in folders]
-        methods.append(Method(attn, title, summaries, [_curve(place / "metrics.csv") for place in folders]))
-    environment = json.loads((folder(out, "none", SEEDS[0]) / "env.json").read_text())
-    return Results(methods, environment, seconds)
+        methods.append(Method(demo, attn, summaries, [_curve(place / "metrics.csv") for place in folders]))
+    environment = json.loads((demo.folder(out, "none", SEEDS[0]) / "env.json").read_text())
+    return Results(demo, methods, floors, environment, seconds)
 
 
 def _curve(path: Path) -> list[dict[str, float]]:
@@ -110,5 +126,5 @@ def show_table(results: Results, console: Console) -> None:
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in rows:
-        table.add_row(*map(str, row.values()), style="dim" if row["method"] == "chance" else None)
+        table.add_row(*map(str, row.values()), style="dim" if row["method"] in results.floors else None)
     console.print(table)
