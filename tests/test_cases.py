@@ -275,7 +275,7 @@ def test_13_any_size_of_image_and_mask(name, tmp_path, monkeypatch) -> None:
     last = ["--ckpt_path", "last", "--out", str(out)]
     run("predict", "seg", [*last, "--input", str(root / "test" / "images")], quiet=True)
     for index, (height, width) in enumerate(sizes):
-        with Image.open(out / "predictions" / f"test{index}.png") as mask:
+        with Image.open(out / "predictions" / "masks" / f"test{index}.png") as mask:
             assert mask.size == (width, height)
 
 

@@ -201,9 +201,10 @@ def main() -> int:
     found = collect(study, options.out)
     if study.task == "seg":
         found["baselines"] = baselines(ROOT / "recipes" / "study" / study.recipe, options.images)
+    write_json(ROOT / "results" / f"study_{options.study}.json", found)
+    if study.task == "seg":
         first = {cell.name: options.out / name / "1" for name, cell in study.cells.items()}
         draw_overlays(first, ROOT / "docs" / f"study_{options.study}_overlays.png")
-    write_json(ROOT / "results" / f"study_{options.study}.json", found)
     draw(study, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
     return 1 if failed else 0
 

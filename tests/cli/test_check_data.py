@@ -189,3 +189,8 @@ def test_no_data_set_is_bad_input(tmp_path, capsys, name, says):
     assert main(["check-data", "--root", str(tmp_path / name)]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and says in line and "--data.root" not in line
+
+
+def test_a_folder_is_no_place_for_the_findings(tmp_path, capsys):
+    assert main(["check-data", "--root", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "is a folder: name a JSON file" in capsys.readouterr().err

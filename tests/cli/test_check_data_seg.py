@@ -136,7 +136,7 @@ def test_empty_and_ignored_masks_are_notes(root) -> None:
     put(root, "train", "ignored", SQUARE * 0 + 255)
     put(root, "train", "half", np.where(SQUARE == 0, 0, 255))
     code, found, content = check(root)
-    assert code == 0 and found.keys() == {"empty_mask", "ignored_mask"}
+    assert code == 0 and found.keys() == {"empty_mask", "ignored_mask", "notice"}
     assert [Path(item).name for item in found["empty_mask"]["items"]] == ["empty_mask.png", "half_mask.png"]
     assert found["ignored_mask"]["text"] == "1 mask wholly ignored"
     assert content["ignored"]["train"] == 360 + 60

@@ -13,6 +13,7 @@ from PIL import Image
 
 from lineattn.cli.restore import restore
 from lineattn.cli.task import run
+from lineattn.tasks import seg_predict
 from lineattn.tasks.record import Record
 from lineattn.tasks.seg import Segmenter
 from lineattn.tasks.seg_loss import predict, probabilities
@@ -76,9 +77,9 @@ def test_a_foreground_is_learned_evaluated_and_predicted_in_the_size_of_the_imag
     grey.parent.mkdir()
     Image.fromarray(np.full((19, 57), 90, dtype=np.uint8)).save(grey)
     pixels = seg("predict", "--ckpt_path", last, "--input", str(grey.parent), "--probabilities", "true")
-    mask, overlay = (opened(out / "predictions" / name) for name in ("grey.png", "grey_overlay.png"))
+    mask, overlay = (opened(out / "predictions" / kind / "grey.png") for kind in ("masks", "overlays"))
     assert mask.size == (57, 19) and mask.mode == "P" and overlay.height > 19
-    kept = np.load(out / "predictions" / "grey_probabilities.npy")
+    kept = np.load(out / "predictions" / "probabilities" / "grey.npy")
     assert kept.shape == (2, 19, 57) and np.abs(kept.sum(0) - 1).max() < 1e-2
     counted = np.bincount(np.asarray(mask).ravel(), minlength=2)
     assert pixels == {str(grey): {"background": counted[0], "foreground": counted[1]}}
@@ -95,7 +96,7 @@ def test_classes_with_names_and_colours(tmp_path: Path) -> None:
     assert trained.net(torch.zeros(1, 3, 21, 18)).shape == (1, 3, 21, 18)
     image = root / "test" / "images" / "test0.png"
     seg("predict", "--ckpt_path", str(out / "checkpoints" / "last.ckpt"), "--input", str(image))
-    palette = opened(out / "predictions" / "test0.png").getpalette()
+    palette = opened(out / "predictions" / "masks" / "test0.png").getpalette()
     assert palette is not None and palette[:9] == [10, 20, 30, 255, 0, 0, 0, 255, 0]
 
 
@@ -113,7 +114,7 @@ def test_resized_to_a_square_as_the_papers_do(tmp_path: Path) -> None:
     fit(out, root, "--data.fit", "resize", "--data.rotate", "90", "--data.outside", "0", "--trainer.max_epochs", "1")
     image = root / "test" / "images" / "test2.png"
     seg("predict", "--ckpt_path", str(out / "checkpoints" / "last.ckpt"), "--input", str(image))
-    assert opened(out / "predictions" / "test2.png").size == opened(image).size
+    assert opened(out / "predictions" / "masks" / "test2.png").size == opened(image).size
 
 
 @pytest.mark.medium
@@ -226,8 +227,8 @@ def test_images_in_tiles_mirrored_and_at_scales(tmp_path: Path, capsys: pytest.C
     def found(name: str, *args: str) -> np.ndarray:
         out = tmp_path / name
         run("predict", "seg", ["--out", str(out), "--probabilities", "true", *shared, *args])
-        assert opened(out / "predictions" / "wide.png").size == (401, 21)
-        return np.load(out / "predictions" / "wide_probabilities.npy").astype(np.float64)
+        assert opened(out / "predictions" / "masks" / "wide.png").size == (401, 21)
+        return np.load(out / "predictions" / "probabilities" / "wide.npy").astype(np.float64)
 
     plain, mean = found("whole"), found("views", *views)
     tiled = found("tiled", *views, "--tile", "328", "--overlap", "144")
@@ -243,3 +244,93 @@ def test_images_in_tiles_mirrored_and_at_scales(tmp_path: Path, capsys: pytest.C
         (("--flips", "[diagonal]"), "flips"),
     ):
         assert message in fails(capsys, "predict", "seg", *shared, *args)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("done")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Record, "plot", lambda self: None)
+        fit(folder / "run", scenes(folder / "data", count=3), "--trainer.max_epochs", "1")
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("--model.class_weights", "[1, 20]"), ("--model.over", "all"), ("--model.loss", "cross_entropy")],
+    ids=["weights", "over", "loss"],
+)
+def test_what_is_minimised_does_not_change_at_a_resume(
+    done: Path, change: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (done / "config.yaml").read_text()
+    line = fails(capsys, "fit", "seg", "--ckpt_path", "last", "--out", str(done), "--trainer.max_epochs", "2", *change)
+    assert f"{change[0]} " in line and "contradicts" in line
+    assert (done / "config.yaml").read_text() == settings
+
+
+@pytest.mark.parametrize("command", [["profile"], ["analyze", "similarity"]], ids=" ".join)
+def test_what_is_for_classifiers_refuses_by_one_line(
+    done: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = fails(capsys, *command, "--ckpt_path", str(done / "checkpoints" / "last.ckpt"))
+    assert f"is of the task seg: {command[0]} is for classifiers so far" in line
+
+
+def test_prediction_skips_what_it_cannot_read_and_says_so(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case 7. Names of images can't hide the results of others, either."""
+    for name in ("a", "a_overlay"):
+        Image.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:30])
+    args = ("--ckpt_path", str(done / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "out"))
+    args += ("--input", str(tmp_path / "*.png"))
+    assert "b.png" in fails(capsys, "predict", "seg", *args)
+    found = run("predict", "seg", [*args, "--data.on_error", "skip"])
+    assert list(found) == [str(tmp_path / "a.png"), str(tmp_path / "a_overlay.png")]
+    assert "1 images could not be read" in capsys.readouterr().out
+    for kind in ("masks", "overlays"):
+        written = [file.name for file in sorted((tmp_path / "out" / "predictions" / kind).iterdir())]
+        assert written == ["a.png", "a_overlay.png"]
+
+
+def test_prediction_in_the_precision_that_is_asked_for(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(np.arange(400, dtype=np.uint8).reshape(20, 20)).save(tmp_path / "a.png")
+    args = ("--ckpt_path", str(done / "checkpoints" / "last.ckpt"), "--input", str(tmp_path / "a.png"))
+    for precision in ("32-true", "bf16-mixed"):
+        out = ("--out", str(tmp_path / precision), "--probabilities", "true")
+        seg("predict", *args, *out, "--trainer.precision", precision)
+    exact, mixed = (
+        np.load(tmp_path / precision / "predictions" / "probabilities" / "a.npy").astype(np.float64)
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert 0 < np.abs(exact - mixed).max() < 0.1
+    assert "masks are predicted in 32-true or a mixed one" in fails(
+        capsys, "predict", "seg", *args, "--trainer.precision", "bf16-true"
+    )
+
+
+def test_a_run_that_sees_no_image_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = scenes(tmp_path / "data", count=2)
+    for file in (root / "train" / "images").iterdir():
+        file.write_bytes(b"\x89PNG")
+    args = ("--out", str(tmp_path / "run"), "--data.root", str(root), "--data.image_size", "32", *TINY)
+    line = fails(capsys, "fit", "seg", *args, "--data.on_error", "skip", "--trainer.max_epochs", "1")
+    assert "epoch 1 has seen no image" in line and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_first_class_that_is_no_background_is_painted() -> None:
+    grey, mask = torch.full((1, 8, 200), 100, dtype=torch.uint8), torch.zeros(8, 200, dtype=torch.uint8)
+    mask[:, 100:] = 1
+    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
+    streets, skin = (
+        seg_predict._overlay(grey, mask, classes, colours)
+        for classes in (["road", "car", "sky"], ["background", "naevus", "melanoma"])
+    )
+    assert streets.getpixel((5, 5)) == (150, 50, 50) and skin.getpixel((5, 5)) == (100, 100, 100)
+    assert streets.getpixel((150, 5)) == skin.getpixel((150, 5)) == (50, 150, 50)
+    assert streets.height == skin.height + 16  # a line more in the legend

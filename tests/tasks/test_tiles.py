@@ -123,6 +123,12 @@ def test_interpolation_of_each_tile_from_corner_to_corner_would_not_do(monkeypat
     assert deviation(tiled, x).max() > 1000 * CLOSE
 
 
+def test_tiles_with_nothing_exact_in_them_say_so() -> None:
+    notice = Tiled(resunet(), 64).notice
+    assert "approximate, all of a tile is nearer to its ends than the receptive-field margin" in notice
+    assert "tiles of more than 288 pixels" in notice
+
+
 def test_in_tiles_too_small_for_exact_normalisers_it_says_so() -> None:
     tiled = Tiled(eanet(), 128, 24)
     assert not tiled.exact and "needs its normalisers from tiles of more than 128 pixels" in tiled.notice

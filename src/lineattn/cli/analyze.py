@@ -53,6 +53,8 @@ def run(args: list[str]) -> int:
     from lineattn.cli.restore import restore
 
     trained = restore(options.ckpt_path)
+    if trained.task != "cls":
+        raise InputError(f"{options.ckpt_path} is of the task {trained.task}: analyze is for classifiers so far")
     here = options.ckpt_path.parent
     out = options.out or (here.parent if here.name == "checkpoints" else here) / "analysis"
     images = _images(trained, options.input, options.images)

@@ -37,6 +37,8 @@ def run(args: list[str]) -> int:
     seg.add_argument("--classes-file", help="class names, one a line, perhaps with a colour each: NAME R G B")
     seg.add_argument("--masks", choices=rules, help="what values of masks are (default: what suits the masks)")
     options = parser.parse_args(args)
+    if options.out is not None and options.out.is_dir():
+        raise InputError(f"--out {options.out} is a folder: name a JSON file")
 
     from lineattn.cli.progress import bars
     from lineattn.files import write_json

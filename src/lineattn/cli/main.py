@@ -34,7 +34,7 @@ TASK_VERBS = {
     "fit": "train",
     "validate": "evaluate a checkpoint on the validation set",
     "test": "evaluate a checkpoint on the test set",
-    "predict": "class names and probabilities for a file, a folder or a glob",
+    "predict": "what a checkpoint says of a file, a folder or a glob",
 }
 TASKS = {
     "cls": "image classification: a folder of images, CIFAR-10/100, or the bundled digits",

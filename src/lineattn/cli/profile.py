@@ -164,6 +164,8 @@ def _plan_of_run(options: argparse.Namespace) -> Plan:
         if getattr(options, name) is not None:
             raise InputError(f"--{name} with --ckpt_path: the run says which; leave one out")
     trained = restore(options.ckpt_path)
+    if trained.task != "cls":
+        raise InputError(f"{options.ckpt_path} is of the task {trained.task}: profile is for classifiers so far")
     keys = ("name", "num_classes", "in_chans", "width", "net_args")
     plain = {key: trained.arguments[key] for key in keys if key in trained.arguments}
     attn = trained.arguments.get("attn", "none")

@@ -146,19 +146,24 @@ def _predict_masks(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str
     assert isinstance(cli.data, SceneData) and cli.stored is not None
     scales: list[float] = cli.config.scales
     require(bool(scales) and min(scales) > 0, "scales", scales, "one or more factors above 0")
+    precision = str(cli.trainer.precision)
+    if precision.endswith("-true") and precision != "32-true":
+        raise InputError(f"--trainer.precision {precision}: masks are predicted in 32-true or a mixed one, pass that")
     device = cli.trainer.strategy.root_device
     module = cli.module.to(device).eval()
-    found = seg_predict.segment(
-        _tiled(cli, cli.data) or (lambda images: module(images.to(device))),
-        paths,
-        cli.data,
-        cli.classes,
-        cli.stored.get("palette"),
-        cli.out / "predictions",
-        keep_probabilities=cli.config.probabilities,
-        flips=cli.config.flips or (),
-        scales=scales,
-    )
+    with cli.trainer.precision_plugin.forward_context():
+        found = seg_predict.segment(
+            _tiled(cli, cli.data) or (lambda images: module(images.to(device))),
+            paths,
+            cli.data,
+            cli.classes,
+            cli.stored.get("palette"),
+            cli.out / "predictions",
+            keep_probabilities=cli.config.probabilities,
+            skip=cli.module.unreadable.note,
+            flips=cli.config.flips or (),
+            scales=scales,
+        )
     seg_predict.show(found, cli.classes)
     console.say(f"masks and overlays: {cli.out / 'predictions'}")
     pixels = {str(one.path): dict(zip(cli.classes, one.pixels, strict=True)) for one in found}

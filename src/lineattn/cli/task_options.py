@@ -31,13 +31,23 @@ from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
 
 # What a network is must not change under its weights ...
-_NETWORK = ("model.name", *ATTENTION_KEYS, "model.net_args", "model.width", "model.trunk", "data.channels")
+_NETWORK = (
+    "model.name",
+    *ATTENTION_KEYS,
+    "model.net_args",
+    "model.width",
+    "model.trunk",
+    "model.loss",
+    "data.channels",
+)
 # ... and what a run computes must not change in its middle.
 _RUN = (
     "optim",
     "seed_everything",
     "model.channels_last",
     "model.freeze_trunk",
+    "model.class_weights",
+    "model.over",
     *(f"trainer.{key}" for key in ("precision", "accumulate_grad_batches", "gradient_clip_val")),
     *(f"trainer.{key}" for key in ("gradient_clip_algorithm", "limit_train_batches", "overfit_batches")),
     *(f"trainer.{key}" for key in ("devices", "num_nodes")),

@@ -254,6 +254,13 @@ class Task(LightningModule, ABC):
         self.evaluated = self.eval_meter.count(self.device)
         self.log_dict(self.results)  # for loggers and early stopping, in single precision
 
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.num_training_batches and not self.train_meter.count(self.device):
+            raise InputError(
+                f"epoch {self.current_epoch + 1} has seen no image: none could be read, or all of their pixels are "
+                "ignored; lineattn check-data says more"
+            )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["train_sums"] = self.train_meter.total(self.device).tolist()
 

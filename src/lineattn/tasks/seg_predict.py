@@ -18,8 +18,8 @@ from torchvision.transforms import v2
 
 from lineattn.files import write_whole
 from lineattn.tasks import console
-from lineattn.tasks.data.legend import colour_map
-from lineattn.tasks.data.reading import read_image
+from lineattn.tasks.data.legend import colour_map, has_background
+from lineattn.tasks.data.reading import UnreadableImage, read_image
 from lineattn.tasks.data.scenes import Flip, SceneData
 from lineattn.tasks.data.transforms import normalise
 from lineattn.tasks.seg_loss import probabilities
@@ -110,11 +110,14 @@ def segment(
     out: Path,
     *,
     keep_probabilities: bool,
+    skip: Callable[[str], None],
     flips: Sequence[Flip] = (),
     scales: Sequence[float] = (1.0,),
 ) -> list[Segmented]:
-    """Writes for each image its mask, in its size, and an overlay; where asked for, the probabilities too. For `flips`
-    and `scales` see `class_probabilities`.
+    """Writes for each image ``masks/NAME.png``, in its size, and ``overlays/NAME.png``; where asked for, the
+    probabilities too, as ``probabilities/NAME.npy``. For `flips` and `scales` see `class_probabilities`.
+
+    `skip` gets what is wrong with an image that can't be read, where the data module's policy is to go on.
 
     Raises:
         InputError: An image can't be read.
@@ -124,18 +127,24 @@ def segment(
     names = _names(paths, place)
     found = []
     for path, name in zip(paths, names, strict=True):
-        image = read_image(path, data.channels)
+        try:
+            image = read_image(path, data.channels)
+        except UnreadableImage as error:
+            if data.on_error == "stop":
+                raise
+            skip(error.fault)
+            continue
         scores = class_probabilities(net, image, data, flips=flips, scales=scales)
         mask = scores.argmax(0).to(torch.uint8).cpu()
-        target = out / f"{name}.png"
+        target = out / "masks" / f"{name}.png"
         painted = Image.fromarray(mask.numpy(), "P")
         painted.putpalette([value for colour in colours for value in colour])
         overlay = _overlay(image, mask, classes, colours)
         write_whole(target, lambda file, painted=painted: painted.save(file, "PNG"))
-        write_whole(out / f"{name}_overlay.png", lambda file, overlay=overlay: overlay.save(file, "PNG"))
+        write_whole(out / "overlays" / f"{name}.png", lambda file, overlay=overlay: overlay.save(file, "PNG"))
         if keep_probabilities:
             kept = scores.half().cpu().numpy()
-            write_whole(out / f"{name}_probabilities.npy", lambda file, kept=kept: np.save(file, kept))
+            write_whole(out / "probabilities" / f"{name}.npy", lambda file, kept=kept: np.save(file, kept))
         found.append(Segmented(path, target, torch.bincount(mask.flatten(), minlength=len(classes)).tolist()))
     return found
 
@@ -150,11 +159,13 @@ def _names(paths: Sequence[Path], place: Path) -> list[str]:
 
 
 def _overlay(image: Tensor, mask: Tensor, classes: Sequence[str], colours: Sequence[tuple[int, ...]]) -> Image.Image:
-    """The image with all classes but the first in their colours, and below it what these are and how much there is."""
+    """The image with all classes but a background in their colours, and below it what these are and how much there
+    is."""
+    first = int(has_background(classes))
     pixels = image.expand(3, -1, -1).permute(1, 2, 0).numpy().astype(np.float32)
     paint = np.array(colours, dtype=np.float32)[mask.numpy()]
-    shown = np.where(mask.numpy()[..., None] > 0, (1 - _OPACITY) * pixels + _OPACITY * paint, pixels)
-    present = [k for k in mask.unique().tolist() if k > 0]
+    shown = np.where(mask.numpy()[..., None] >= first, (1 - _OPACITY) * pixels + _OPACITY * paint, pixels)
+    present = [k for k in mask.unique().tolist() if k >= first]
     height, width = mask.shape
     canvas = Image.new("RGB", (max(width, 160), height + _LINE * max(1, len(present)) + 4), "white")
     canvas.paste(Image.fromarray(shown.astype(np.uint8)))

@@ -97,6 +97,11 @@ class Tiled:
                 f"{tiles}: approximate, external attention needs its normalisers from tiles of more than "
                 f"{2 * margin} pixels ({feels})"
             )
+        if self.tile <= 2 * margin:
+            return (
+                f"{tiles}: approximate, all of a tile is nearer to its ends than the {feels}; tiles of more than "
+                f"{2 * margin} pixels have something exact"
+            )
         if self.overlap >= margin:
             return f"{tiles}: the same as of the whole image ({feels})"
         return (

@@ -119,6 +119,19 @@ class TestFolder:
         with pytest.raises(InputError, match=r"test\.txt names train0 twice"):
             load(tmp_path)
 
+    def test_a_list_that_is_no_text_is_named(self, tmp_path):
+        fill(tmp_path, "list")
+        (tmp_path / "train.txt").write_text("train0\n", encoding="utf-16")
+        with pytest.raises(InputError, match=r"cannot read the names of images in .*train\.txt.*UTF-8"):
+            load(tmp_path)
+
+    def test_splits_whose_masks_mean_different_things_are_told(self, tmp_path):
+        """Where one split has 0 and 1 and another 0 and 255, the foreground of one of them would be ignored."""
+        for split, values in (("train", (0, 1)), ("val", (0, 255))):
+            pair(tmp_path / split / "images", tmp_path / split / "masks", "a", values)
+        (notice,) = load(tmp_path).notices
+        assert "masks hold 0, 1, 255" in notice and "255, as in" in notice and "val" in notice
+
     def test_a_list_names_what_is_not_there(self, tmp_path):
         fill(tmp_path, "list")
         with (tmp_path / "train.txt").open("a") as file:

@@ -37,7 +37,7 @@ class TaskData(LightningDataModule, ABC):
     """Options with a default that depends on others, under the names of the attributes that hold what it came to."""
     of_model: ClassVar[tuple[str, ...]] = ()
     """Options and facts that the network's training needs too."""
-    free: ClassVar[tuple[str, ...]] = ("root", "num_workers")
+    free: ClassVar[tuple[str, ...]] = ("root", "num_workers", "on_error")
     """Options that a run may go on with other values of."""
 
     channels: int

@@ -66,7 +66,7 @@ class Samples(Dataset[Batch], ABC):
             except UnreadableImage as error:
                 if self.on_error == "stop":
                     return self._batch([], [], [], str(error))
-                skipped.append(str(error).split(": repair", 1)[0])
+                skipped.append(error.fault)
                 continue
             except InputError as error:  # what skipping would hide, such as a mask of another size
                 return self._batch([], [], [], str(error))
@@ -130,8 +130,12 @@ class Unreadable:
         if batch.error is not None:
             raise InputError(batch.error)
         for message in batch.skipped:
-            if message not in self.messages:
-                self.messages.add(message)
-                if len(self.messages) <= _SHOWN:
-                    console.note(f"skipped: {message}")
+            self.note(message)
         return batch
+
+    def note(self, message: str) -> None:
+        """Says that a file is skipped."""
+        if message not in self.messages:
+            self.messages.add(message)
+            if len(self.messages) <= _SHOWN:
+                console.note(f"skipped: {message}")

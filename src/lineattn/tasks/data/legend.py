@@ -50,6 +50,16 @@ class Legend:
         return [IGNORE if name.lower() in _VOID else next(classes) for name in self.entries]
 
 
+def has_background(classes: Sequence[str]) -> bool:
+    """Whether the first class is what the others stand out from, and not as good as they.
+
+    Example:
+        >>> has_background(["skin", "lesion"]), has_background(["road", "car", "sky"])
+        (True, False)
+    """
+    return len(classes) == 2 or classes[0].lower() == "background"
+
+
 def read_legend(file: Path) -> Legend:
     """Reads names, one a line in the order of the values, each with its colour as R G B after it or none.
 

@@ -160,13 +160,16 @@ class MaskRule:
         return np.array(self.legend.targets, dtype=np.uint8)[order][place]
 
 
-def find_rule(masks: Sequence[Path], legend: Legend | None, kind: RuleName | None) -> tuple[MaskRule, list[str]]:
+def find_rule(
+    masks: Sequence[Path], legend: Legend | None, kind: RuleName | None, others: Sequence[Path] = ()
+) -> tuple[MaskRule, list[str]]:
     """The rule of a data set, from what is stated and what some of its masks hold; and notices for the user.
 
     Args:
         masks: The masks of the training split.
         legend: What is known of the classes; without it, the masks must be of background and foreground.
         kind: The rule, where the user states it.
+        others: The masks of the other splits.
 
     Raises:
         InputError: The masks don't tell: they need class names, or colours.
@@ -200,7 +203,19 @@ def find_rule(masks: Sequence[Path], legend: Legend | None, kind: RuleName | Non
         )
     if entries == 2 and IGNORE in seen.values and strange.keys() != {1}:
         return MaskRule("binary", meant), [f"masks hold 0 and 255: taken as {' and '.join(meant.entries)}"]
-    return MaskRule("index", meant), []
+    return MaskRule("index", meant), _ignored(seen, others, legend) if entries <= IGNORE else []
+
+
+def _ignored(seen: _Seen, others: Sequence[Path], legend: Legend | None) -> list[str]:
+    """A notice, where masks that hold classes hold what is ignored too: it may be what another program calls white."""
+    with suppress(UnreadableImage):  # said where it is read
+        values = _look(others, legend).values | seen.values
+        if IGNORE in values:
+            return [
+                f"masks hold {', '.join(map(str, sorted(values)))}, taken as classes: {IGNORE}, as in "
+                f"{values[IGNORE]}, is ignored; where it means a class, write that one's number"
+            ]
+    return []
 
 
 def nearest_rule(masks: Sequence[Path], legend: Legend | None) -> MaskRule:

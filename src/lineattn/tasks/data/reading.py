@@ -20,6 +20,11 @@ _SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L"})
 class UnreadableImage(InputError):
     """A file that is no image, or a broken one."""
 
+    @property
+    def fault(self) -> str:
+        """What is wrong with it, without what can be done."""
+        return str(self).split(": repair", 1)[0]
+
 
 def read_image(path: Path, channels: int) -> Tensor:
     """Decodes an image and gives it the channels of the network.

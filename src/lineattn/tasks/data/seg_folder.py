@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from lineattn.errors import InputError
@@ -47,16 +47,18 @@ def load(
     splits = _by_list(folder, notices, on_fault) or _by_folder(folder, notices, on_fault)
     if "train" not in splits:
         raise InputError(f"--data.root {folder} has {next(iter(splits))} images but none to train on: {_EXAMPLE}")
-    rule, more = settled([mask for _, mask in splits["train"]], legend, masks, on_fault)
+    rule, more = settled(splits, legend, masks, on_fault)
     return of_files(splits, rule, channels=channels, notices=[*notices, *more])
 
 
 def settled(
-    files: Sequence[Path], legend: Legend | None, kind: RuleName | None, on_fault: OnFault
+    splits: Mapping[str, FilePairs], legend: Legend | None, kind: RuleName | None, on_fault: OnFault
 ) -> tuple[MaskRule, list[str]]:
     """The rule of `find_rule`, and its notices; after a fault that didn't stop, the rule that fits most masks."""
+    masks = {split: [mask for _, mask in pairs] for split, pairs in splits.items()}
+    files = masks.pop("train")
     try:
-        return find_rule(files, legend, kind)
+        return find_rule(files, legend, kind, [mask for other in masks.values() for mask in other])
     except InputError as error:
         if kind is not None:  # stated, and no fault of the masks
             raise
@@ -66,7 +68,11 @@ def settled(
 
 def read_list(file: Path, *, on_fault: OnFault = stop) -> list[str]:
     """Names of images, one a line, each once, else it is a fault; an image's format after the name is taken off."""
-    names = [_bare(line.strip()) for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the names of images in {file}: {error}; save it as UTF-8") from error
+    names = [_bare(line.strip()) for line in lines if line.strip()]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         on_fault(Fault("listed_twice", f"{file} names ", twice, "image", " twice: take one out"))
     return list(dict.fromkeys(names))

@@ -89,7 +89,7 @@ def load_isic(root: str | None, *, channels: int, on_fault: OnFault = stop) -> S
             notices.append(f"{images} has no folder of masks beside it: left out")
     if "train" not in splits:
         raise InputError(f"no images with masks to train on in {folder}: {_ISIC}")
-    rule, more = settled([mask for _, mask in splits["train"]], BINARY, None, on_fault)
+    rule, more = settled(splits, BINARY, None, on_fault)
     return of_files(splits, rule, channels=channels, notices=[*notices, *more])
 
 

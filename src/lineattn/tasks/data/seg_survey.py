@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lineattn.errors import InputError
 from lineattn.tasks.data import seg_layouts
-from lineattn.tasks.data.legend import IGNORE
+from lineattn.tasks.data.legend import IGNORE, has_background
 from lineattn.tasks.data.masks import MaskRule, RuleName, read_mask
 from lineattn.tasks.data.pairs import Fault, FilePairs, Pairs, SegSplits, fitted
 from lineattn.tasks.data.reading import UnreadableImage, read_header
@@ -248,8 +248,7 @@ def _mask_faults(pairs: Sequence[_Pair], names: Sequence[str]) -> Iterator[Findi
         )
     if ignored := [str(pair.mask) for pair in pairs if pair.look.pixels and pair.look.pixels.keys() == {IGNORE}]:
         yield Finding("ignored_mask", False, counted(ignored, "mask") + " wholly ignored", ignored)
-    # Of many classes the first may be as good as the others.
-    if len(names) == 2 or names[0].lower() == "background":
+    if has_background(names):
         whole = [(pair.mask, pair.look.pixels.keys() - {IGNORE}) for pair in pairs if pair.look.pixels is not None]
         if empty := [str(mask) for mask, classes in whole if classes == {0}]:
             yield Finding("empty_mask", False, f"{counted(empty, 'mask')} of {names[0]} alone", empty)

@@ -180,7 +180,7 @@ def look(path: Path, fast: bool) -> tuple[Look, Tensor | None]:
 
 def unreadable(error: UnreadableImage) -> Look:
     """What a file is that can't be read."""
-    return Look("", None, None, str(error).removeprefix("cannot read the image ").split(": repair", 1)[0])
+    return Look("", None, None, error.fault.removeprefix("cannot read the image "))
 
 
 def read_all(files: Dataset[_Kind]) -> Iterator[_Kind]:
