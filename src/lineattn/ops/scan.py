@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lineattn.errors import InputError, unknown
-from lineattn.ops import native, packing
+from lineattn.ops import native, packing, scan_fla
 from lineattn.ops.native import scan as kernels
 from lineattn.ops.scan_chunked import chunked
 from lineattn.ops.scan_operator import differentiable, native_scan
@@ -52,8 +52,9 @@ def scan(
     r""":math:`S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + k_t^\top v_t` and :math:`o_t = s \, q_t S_t`.
 
     ``backend`` says what computes it: ``native``, the kernels of this package (float32 and less on the CPU; for the
-    backward they keep nothing but the inputs); ``chunked``, PyTorch's operators; ``loop``, the formula. ``auto`` takes
-    the first of them that is there and takes the tensors, so ``chunked`` under a tracer, for float64, and without them.
+    backward they keep nothing but the inputs); ``fla``, those of fla-core (float32 and less on CUDA, of TF32's
+    accuracy; not seen on a GPU yet); ``chunked``, PyTorch's operators; ``loop``, the formula. ``auto`` takes the first
+    of them that is there and takes the tensors, so ``chunked`` under a tracer, for float64, and without either library.
 
     Args:
         q: Queries, ``(B, T, h, K)``.
@@ -65,7 +66,7 @@ def scan(
         initial_state: :math:`S_0`, ``(B, h, K, V)``, or ``None`` for zeros; packed, ``(N, h, K, V)``.
         cu_seqlens: Where packed sequences start and the last one ends, int32 or int64 of ``(N + 1,)``, from 0 to ``T``;
             ``B`` is 1 then. They are read on the host. A graph without a break takes them with the native kernels only.
-        backend: ``auto``, ``native``, ``chunked`` or ``loop``.
+        backend: ``auto``, ``native``, ``fla``, ``chunked`` or ``loop``.
 
     Returns:
         :math:`o`, ``(B, T, h, V)``, in the type of ``v``, and :math:`S_T`, ``(B, h, K, V)``, or ``(N, h, K, V)``, at
@@ -254,6 +255,8 @@ def _auto(
         return out[:, None], state
     if native.usable(q, k, v, g, state):
         return native_scan(q, k, v, g, state, scale, cu_seqlens)
+    if q.shape[-1] >= scan_fla.NARROWEST and scan_fla.usable(q, k, v, g, state):
+        return scan_fla.fla_scan(q, k, v, g, state, scale, cu_seqlens)
     return chunked(q, k, v, g, state, scale, cu_seqlens)
 
 
@@ -266,6 +269,17 @@ def _native(
             f"(native kernels: {native.status()}); backend auto takes what there is"
         )
     return native_scan(q, k, v, g, state, scale, cu_seqlens)
+
+
+def _fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not scan_fla.usable(q, k, v, g, state):
+        raise InputError(
+            f"backend fla: it takes float32 or less on CUDA, without a tracer, not {q.dtype} on {q.device}, "
+            "and needs fla-core (pip install 'lineattn[fla]'); backend auto takes what there is"
+        )
+    return scan_fla.fla_scan(q, k, v, g, state, scale, cu_seqlens)
 
 
 def _one(
@@ -306,4 +320,4 @@ def _loop(
     return torch.stack(outs, 1) if outs else v, state
 
 
-_BACKENDS: dict[str, _Form] = {"auto": _auto, "native": _native, "chunked": chunked, "loop": _loop}
+_BACKENDS: dict[str, _Form] = {"auto": _auto, "native": _native, "fla": _fla, "chunked": chunked, "loop": _loop}
