@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,75 +15,22 @@ from lineattn.errors import InputError
 from lineattn.measure import SavedBytes
 from lineattn.ops import native
 from lineattn.ops.scan import scan, scan_chunked, scan_loop, scan_step
-from tests.oracles import scan as oracle
-
-# Logarithms of decays; the harder ones make exp(-sum) overflow within a chunk, or forget everything at each step.
-DECAYS: dict[str, Callable[..., Tensor]] = {
-    "weak": lambda *shape, **kw: -0.1 * torch.rand(*shape, **kw),
-    "strong": lambda *shape, **kw: -1 - 5 * torch.rand(*shape, **kw),
-    "mixed": lambda *shape, **kw: nn.functional.logsigmoid(20 * torch.randn(*shape, **kw)),
-    "none": torch.zeros,
-    "all": lambda *shape, **kw: torch.full(shape, -50.0, **kw),
-    "at once": lambda *shape, **kw: torch.where(torch.rand(*shape) < 0.2, -torch.inf, -0.1 * torch.rand(*shape, **kw)),
-}
-decays = pytest.mark.parametrize("decay", DECAYS)
-forms = pytest.mark.parametrize("form", [scan, scan_loop, scan_chunked])
-kernels = pytest.mark.skipif(not native.enabled, reason="no native kernels")
-NAMES = ("out", "state", "q", "k", "v", "g", "initial state")
-TOLERANCE = dict(zip(NAMES, (5e-6, 5e-6, 1e-5, 1e-5, 1e-5, 2e-5, 1e-5), strict=True))
-
-
-def inputs(b=1, t=13, h=2, k=4, v=6, *, decay="weak", heads=False, initial=True, **kw: Any) -> list[Tensor]:
-    """``q, k, v, g`` and, if wanted, the initial state; all take gradients."""
-    g = DECAYS[decay](*((b, t, h) if heads else (b, t, h, k)), **kw)
-    found = [torch.randn(b, t, h, k, **kw), torch.randn(b, t, h, k, **kw), torch.randn(b, t, h, v, **kw), g]
-    found += [torch.randn(b, h, k, v, **kw)] if initial else []
-    return [tensor.requires_grad_() for tensor in found]
-
-
-def apply(form: Any, given: list[Tensor], scale: float = 0.3) -> tuple[Tensor, Tensor]:
-    return form(*given[:4], scale=scale, initial_state=given[4] if len(given) > 4 else None)
-
-
-def results(form: Any, given: list[Tensor], cotangents: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Output, state, and the gradients of what was given."""
-    found = apply(form, given)
-    return [*found, *torch.autograd.grad(found, given, cotangents, materialize_grads=True)]
-
-
-def expected(given: list[Tensor], cotangents: tuple[Tensor, Tensor], scale: float = 0.3) -> list[Tensor]:
-    exact = [t.detach().double().requires_grad_() for t in given]
-    found = oracle.scan(*exact[:4], scale, *exact[4:])
-    cotangents = tuple(t.double() for t in cotangents)
-    return [*found, *torch.autograd.grad(found, exact, cotangents, materialize_grads=True)]
-
-
-def directions(given: list[Tensor]) -> tuple[Tensor, Tensor]:
-    q, _, v = given[:3]
-    return torch.randn_like(v), v.new_empty(q.shape[0], *q.shape[2:], v.shape[3]).normal_()
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    """Relative to the norm; what has none must come out as exactly nothing."""
-    gap, norm = (found.double() - exact).norm().item(), exact.norm().item()
-    return gap / norm if norm else gap
-
-
-def check(found: list[Tensor], exact: list[Tensor], tolerance: dict[str, float]) -> None:
-    for name, f, e in zip(NAMES, found, exact, strict=False):
-        assert f.shape == e.shape and not (f.numel() and not error(f, e) <= tolerance[name]), (name, error(f, e))
-
-
-@contextmanager
-def settings(threads: int, instructions: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    native.library().lineattn_choose(instructions)
-    try:
-        yield
-    finally:
-        native.library().lineattn_choose(0)
-        torch.set_num_threads(before)
+from tests.ops.scans import (
+    DECAYS,
+    NAMES,
+    TOLERANCE,
+    apply,
+    check,
+    decays,
+    directions,
+    error,
+    expected,
+    forms,
+    inputs,
+    kernels,
+    results,
+    settings,
+)
 
 
 @forms
@@ -143,8 +88,9 @@ def test_a_sequence_may_be_cut_anywhere(dtype: torch.dtype, heads: bool):
         assert torch.equal(tokens, before)
         steps.append(one)
         tokens = after
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-6
     for found in ((torch.cat(parts, 1), state), (torch.stack(steps, 1), tokens)):
-        torch.testing.assert_close(found, (out, final))
+        assert error(found[0], out.double()) < tolerance and error(found[1], final.double()) < tolerance
     one, state = scan_step(*(t[:, 0] for t in given[:4]), None)
     torch.testing.assert_close((one, state), scan_step(*(t[:, 0] for t in given[:4]), torch.zeros_like(given[4])))
 
@@ -179,13 +125,25 @@ def test_empty_tensors(form: Any, dtype: torch.dtype, sizes: dict[str, int]):
         ({"v": torch.zeros(1, 2, 2, 6)}, "v: shape"),
         ({"g": torch.zeros(1, 3, 2, 1)}, "g: shape"),
         ({"initial_state": torch.zeros(1, 2, 6, 4)}, "state: shape"),
+        ({"initial_state": torch.zeros(1, 2, 4, 6, dtype=torch.int64)}, "state: a floating-point type"),
+        ({"k": torch.zeros(1, 3, 2, 4, dtype=torch.complex64)}, "k: a floating-point type"),
+        ({"backend": "chunks"}, "unknown backend 'chunks': did you mean 'chunked'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_shapes_that_do_not_belong_together(change: dict[str, Tensor], message: str):
+def test_what_does_not_belong_together(change: dict[str, Any], message: str):
     given = dict(zip(("q", "k", "v", "g", "initial_state"), inputs(t=3), strict=True))
     with pytest.raises(InputError, match=message):
         scan(**given | change)
+
+
+@pytest.mark.parametrize("form", [scan_loop, scan_chunked])
+@decays
+@pytest.mark.parametrize("heads", [True, False])
+def test_pytorchs_operators_are_accurate_in_single_precision(form: Any, decay: str, heads: bool):
+    given = inputs(1, 140, 2, 16, 24, decay=decay, heads=heads, dtype=torch.float32)
+    cotangents = directions(given)
+    check(results(form, given, cotangents), expected(given, cotangents), TOLERANCE)
 
 
 @kernels
@@ -325,9 +283,9 @@ def test_second_derivatives_of_the_queries_alone():
 def test_the_operators_keep_the_rules_of_pytorch(heads: bool, initial: bool):
     given = inputs(t=9, heads=heads, initial=initial, dtype=torch.float32)
     arguments = (*given[:4], given[4] if initial else None)
-    torch.library.opcheck(torch.ops.lineattn.scan_forward, (*arguments, 0.3))
+    torch.library.opcheck(torch.ops.lineattn.scan_forward, (*arguments, None, 0.3))
     plain = [None if t is None else t.detach() for t in arguments]
-    torch.library.opcheck(torch.ops.lineattn.scan_backward, (*directions(given), *plain, 0.3))
+    torch.library.opcheck(torch.ops.lineattn.scan_backward, (*directions(given), *plain, None, 0.3))
 
 
 @pytest.mark.medium

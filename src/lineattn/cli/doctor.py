@@ -22,7 +22,7 @@ _HUB = "https://huggingface.co"
 _PATIENCE = 2.0  # seconds that the network has to answer
 _ROOM = 1 << 30  # bytes that a run with its checkpoints may need
 # Where the name of a package isn't that of its module.
-_MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "pyyaml": "yaml"}
+_MODULES = {"fla-core": "fla", "pillow": "PIL", "scikit-learn": "sklearn", "pyyaml": "yaml"}
 _DEVELOPERS = "dev"  # the extra that users don't miss
 
 

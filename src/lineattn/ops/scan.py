@@ -13,26 +13,29 @@ or one a head (RetNet, Mamba-2). The cost is linear in the tokens, and :math:`S`
 - `scan_step` is one token, for decoding.
 
 All return the same. State, key and decay are at least float32, whatever the inputs are.
+
+**Layout.** Tokens before heads, ``(B, T, h, K)`` and ``(B, T, h, V)``; a state is ``(B, h, K, V)``, keys before values.
+
+**Packing.** With ``cu_seqlens``, as FlashAttention and fla-core have it, the ``T`` tokens of a batch of one are ``N``
+sequences, one after another: sequence ``n`` has the tokens from ``cu_seqlens[n]`` to before ``cu_seqlens[n + 1]``, and
+may have none. Each is computed as if it were alone, from its own initial state; states are ``(N, h, K, V)``, so that
+decoding goes on with the final ones in a batch of ``N``.
+
+**Padding.** `mask_padding` makes the tokens that are none leave the state as it is, wherever they stand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lineattn.errors import InputError
-from lineattn.ops import native
-from lineattn.ops.autocast import no_autocast
+from lineattn.errors import InputError, unknown
+from lineattn.ops import native, packing, scan_fla
 from lineattn.ops.native import scan as kernels
-
-# Tokens of a chunk, and of the blocks in it whose tokens meet one by one. Long chunks save steps, short blocks save
-# numbers: what is between the tokens of a block takes BLOCK * K of them a token.
-CHUNK, BLOCK = 64, 8
+from lineattn.ops.scan_chunked import chunked
+from lineattn.ops.scan_operator import differentiable, native_scan
 
 
 def scan(
@@ -43,33 +46,48 @@ def scan(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     r""":math:`S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + k_t^\top v_t` and :math:`o_t = s \, q_t S_t`.
 
-    Native kernels compute it where they can (float32 and less on the CPU); else, and under a tracer, PyTorch's
-    operators, with the same results. For the backward the kernels keep nothing but the inputs.
+    ``backend`` says what computes it: ``native``, the kernels of this package (float32 and less on the CPU; for the
+    backward they keep nothing but the inputs); ``fla``, those of fla-core (float32 and less on CUDA, of TF32's
+    accuracy; not seen on a GPU yet); ``chunked``, PyTorch's operators; ``loop``, the formula. ``auto`` takes the first
+    of them that is there and takes the tensors, so ``chunked`` under a tracer, for float64, and without either library.
 
     Args:
         q: Queries, ``(B, T, h, K)``.
         k: Keys, ``(B, T, h, K)``.
         v: Values, ``(B, T, h, V)``.
-        g: Logarithms of the decays, zero at most: ``(B, T, h, K)``, or ``(B, T, h)`` for one a head.
+        g: Logarithms of the decays, zero at most: ``(B, T, h, K)``, or ``(B, T, h)`` for one a head. Minus infinity
+            forgets everything before.
         scale: :math:`s`; ``K**-0.5`` where it is not given.
-        initial_state: :math:`S_0`, ``(B, h, K, V)``, or ``None`` for zeros.
+        initial_state: :math:`S_0`, ``(B, h, K, V)``, or ``None`` for zeros; packed, ``(N, h, K, V)``.
+        cu_seqlens: Where packed sequences start and the last one ends, int32 or int64 of ``(N + 1,)``, from 0 to ``T``;
+            ``B`` is 1 then. They are read on the host. A graph without a break takes them with the native kernels only.
+        backend: ``auto``, ``native``, ``fla``, ``chunked`` or ``loop``.
 
     Returns:
-        :math:`o`, ``(B, T, h, V)``, in the type of ``v``, and :math:`S_T`, ``(B, h, K, V)``, at least float32.
+        :math:`o`, ``(B, T, h, V)``, in the type of ``v``, and :math:`S_T`, ``(B, h, K, V)``, or ``(N, h, K, V)``, at
+        least float32.
 
     Raises:
-        InputError: The shapes don't belong together.
+        InputError: The shapes or types don't belong together, the offsets are none, or the backend can't compute it.
 
     Example:
         >>> q, k, v = torch.randn(2, 100, 4, 16), torch.randn(2, 100, 4, 16), torch.randn(2, 100, 4, 32)
         >>> out, state = scan(q, k, v, -torch.rand(2, 100, 4, 16))
         >>> out.shape, state.shape
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 16, 32]))
+        >>> packed = [t[:1] for t in (q, k, v, -torch.rand(2, 100, 4))]
+        >>> out, state = scan(*packed, cu_seqlens=torch.tensor([0, 30, 100]))
+        >>> out.shape, state.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([2, 4, 16, 32]))
     """
-    return _in_type(_fastest, 4, q, k, v, g, scale, initial_state)
+    if backend not in _BACKENDS:
+        raise unknown("backend", backend, _BACKENDS)
+    return _in_type(_BACKENDS[backend], q, k, v, g, scale, initial_state, cu_seqlens)
 
 
 def scan_loop(
@@ -80,9 +98,10 @@ def scan_loop(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`scan` as the formula stands."""
-    return _in_type(_loop, 4, q, k, v, g, scale, initial_state)
+    return _in_type(_loop, q, k, v, g, scale, initial_state, cu_seqlens)
 
 
 def scan_chunked(
@@ -93,13 +112,14 @@ def scan_chunked(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`scan` by matrix products, for any device and floating-point type.
 
     A decay between two tokens is always formed from sums of logarithms, or products of decays, that lie between them,
     never as the difference of two sums: it neither overflows nor loses digits, however strong the decays before were.
     """
-    return _in_type(_chunked, 4, q, k, v, g, scale, initial_state)
+    return _in_type(chunked, q, k, v, g, scale, initial_state, cu_seqlens)
 
 
 def scan_step(
@@ -119,7 +139,7 @@ def scan_step(
         :math:`o_t`, ``(B, h, V)``, in the type of ``v``, and :math:`S_t`, ``(B, h, K, V)``, at least float32.
 
     Raises:
-        InputError: The shapes don't belong together.
+        InputError: The shapes or types don't belong together.
 
     Example:
         >>> q, k, v, g = torch.randn(2, 4, 16), torch.randn(2, 4, 16), torch.randn(2, 4, 32), -torch.rand(2, 4)
@@ -128,69 +148,149 @@ def scan_step(
         >>> out.shape, state.shape
         (torch.Size([2, 4, 32]), torch.Size([2, 4, 16, 32]))
     """
-    return _in_type(_one, 3, q, k, v, g, scale, state)
+    return _in_type(_one, q, k, v, g, scale, state, None, axes=3)
 
 
-_Form = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", float], "tuple[Tensor, Tensor]"]
+def mask_padding(q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Makes the tokens of padding leave the state as it is: they write nothing, and nothing decays at them.
+
+    .. math:: g_t = 0,\ k_t = 0 \;\Rightarrow\; S_t = S_{t-1}
+
+    That is exact on the left, on the right and in between: outputs at the other tokens and the final state are those
+    without padding. At padding the outputs are zero, and so are the gradients, even of what is not finite there.
+
+    Args:
+        q: Queries, ``(B, T, h, K)``, or ``(B, h, K)`` for `scan_step`.
+        k: Keys, as ``q``.
+        v: Values, ``(B, T, h, V)``, or ``(B, h, V)``.
+        g: Logarithms of the decays, as ``q``, or without the last axis.
+        mask: ``(B, T)``, or ``(B,)``: true, or not zero, at the tokens that are there, as Hugging Face's
+            ``attention_mask``.
+
+    Returns:
+        ``q``, ``k``, ``v`` and ``g``, zero where the mask is.
+
+    Raises:
+        InputError: The mask has another shape.
+
+    Example:
+        >>> tokens = torch.randn(1, 5, 2, 3), torch.randn(1, 5, 2, 3), torch.randn(1, 5, 2, 4), -torch.rand(1, 5, 2)
+        >>> out, state = scan(*mask_padding(*tokens, torch.tensor([[0, 1, 1, 0, 1]])))
+        >>> alone, same = scan(*(t[:, [1, 2, 4]] for t in tokens))
+        >>> torch.allclose(out[:, [1, 2, 4]], alone, atol=1e-6), torch.allclose(state, same, atol=1e-6)
+        (True, True)
+    """
+    if mask.shape != q.shape[:-2]:
+        raise InputError(
+            f"mask: shape {tuple(q.shape[:-2])} is expected with q of {tuple(q.shape)}, not {tuple(mask.shape)}"
+        )
+    there = mask.bool()[..., None]
+    # Chosen, not multiplied: zero times what is not finite would be a NaN.
+    q, k, v = (torch.where(there[..., None], t, 0) for t in (q, k, v))
+    return q, k, v, torch.where(there if g.ndim < q.ndim else there[..., None], g, 0)
+
+
+_Form = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", float, "Tensor | None"], "tuple[Tensor, Tensor]"]
 
 
 def _in_type(
-    form: _Form, axes: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, state: Tensor | None
+    form: _Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    axes: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """Checks the shapes, and lets ``form`` compute in float32 at least."""
-    _check(axes, q, k, v, g, state)
+    _check(axes, q, k, v, g, state, cu_seqlens)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     tensors = (q, k, v, g) if state is None else (q, k, v, g, state)
     if all(t.dtype == torch.float32 for t in tensors):
-        return form(q, k, v, g, state, factor)
+        return form(q, k, v, g, state, factor, cu_seqlens)
     dtype = torch.float32
     for t in tensors:
         dtype = torch.promote_types(dtype, t.dtype)
     initial = None if state is None else state.to(dtype)
-    out, final = form(q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype), initial, factor)
+    out, final = form(q.to(dtype), k.to(dtype), v.to(dtype), g.to(dtype), initial, factor, cu_seqlens)
     return out.to(v.dtype), final
 
 
-def _check(axes: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None) -> None:
+def _check(
+    axes: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
     if q.ndim != axes:
         wanted = "(B, T, h, K)" if axes == 4 else "(B, h, K)"
         raise InputError(f"q: shape {wanted} is expected, not {tuple(q.shape)}")
     *rows, _ = q.shape
     width = v.shape[-1]
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        packing.check_offsets(cu_seqlens, sequences)
+        sequences = cu_seqlens.shape[0] - 1
     for name, found, wanted in (
-        ("k", k.shape, [q.shape]),
-        ("v", v.shape, [(*rows, width)]),
-        ("g", g.shape, [q.shape, (*rows,)]),
-        ("state", None if state is None else state.shape, [None, (q.shape[0], *q.shape[-2:], width)]),
+        ("q", q, [q.shape]),
+        ("k", k, [q.shape]),
+        ("v", v, [(*rows, width)]),
+        ("g", g, [q.shape, (*rows,)]),
+        ("state", state, [(sequences, *q.shape[-2:], width)]),
     ):
-        if found not in wanted:
-            shapes = " or ".join(str(tuple(shape)) for shape in wanted if shape is not None)
-            raise InputError(f"{name}: shape {shapes} is expected with q of {tuple(q.shape)}, not {tuple(found or ())}")
+        if found is None:
+            continue
+        if found.shape not in wanted:
+            shapes = " or ".join(str(tuple(shape)) for shape in wanted)
+            raise InputError(f"{name}: shape {shapes} is expected with q of {tuple(q.shape)}, not {tuple(found.shape)}")
+        if not found.is_floating_point():
+            raise InputError(f"{name}: a floating-point type is expected, not {found.dtype}")
 
 
-def _fastest(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    if q.shape[1] == 1:
+def _auto(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if q.shape[1] == 1 and cu_seqlens is None:
         out, state = _one(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, scale)
         return out[:, None], state
+    if native.usable(q, k, v, g, state):
+        return native_scan(q, k, v, g, state, scale, cu_seqlens)
+    if q.shape[-1] >= scan_fla.NARROWEST and scan_fla.usable(q, k, v, g, state):
+        return scan_fla.fla_scan(q, k, v, g, state, scale, cu_seqlens)
+    return chunked(q, k, v, g, state, scale, cu_seqlens)
+
+
+def _native(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if not native.usable(q, k, v, g, state):
-        return _chunked(q, k, v, g, state, scale)
-    if _differentiable(q, k, v, g, state) or torch.compiler.is_compiling():
-        return torch.ops.lineattn.scan_forward(q, k, v, g, state, scale)
-    initial = None if state is None else state.contiguous()
-    return kernels.forward(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), initial, scale)
+        raise InputError(
+            f"backend native: it takes float32 or less on the CPU, without a tracer, not {q.dtype} on {q.device} "
+            f"(native kernels: {native.status()}); backend auto takes what there is"
+        )
+    return native_scan(q, k, v, g, state, scale, cu_seqlens)
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not scan_fla.usable(q, k, v, g, state):
+        raise InputError(
+            f"backend fla: it takes float32 or less on CUDA, without a tracer, not {q.dtype} on {q.device}, "
+            "and needs fla-core (pip install 'lineattn[fla]'); backend auto takes what there is"
+        )
+    return scan_fla.fla_scan(q, k, v, g, state, scale, cu_seqlens)
+
+
+def _one(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float, _: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if state is None:
         state = v.new_zeros(*q.shape, v.shape[-1])
     # A kernel saves little where a gradient is wanted or a compiler is at work: these are a handful of operators.
-    if torch.compiler.is_compiling() or _differentiable(q, k, v, g, state) or not native.usable(q, k, v, g, state):
+    if torch.compiler.is_compiling() or differentiable(q, k, v, g, state) or not native.usable(q, k, v, g, state):
         return _step(q, k, v, g if g.ndim == 3 else g[..., None], state, scale)
     return kernels.step(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), state.contiguous(), scale)
-
-
-def _differentiable(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -199,12 +299,18 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: floa
     return scale * (q[..., None] * state).sum(-2), state
 
 
-def _zero_state(q: Tensor, v: Tensor) -> Tensor:
-    return v.new_zeros(q.shape[0], *q.shape[2:], v.shape[3])
-
-
-def _loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    state = _zero_state(q, v) if state is None else state
+def _loop(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = v.new_zeros(sequences, *q.shape[2:], v.shape[3]) if state is None else state
+    if cu_seqlens is not None:
+        lengths = packing.lengths(cu_seqlens, q.shape[1])
+        if not lengths:
+            return v, state
+        pieces = zip(*(t.split(lengths, 1) for t in (q, k, v, g)), state.split(1), strict=True)
+        found, finals = zip(*(_loop(q, k, v, g, s, scale) for q, k, v, g, s in pieces), strict=True)
+        return torch.cat(found, 1), torch.cat(finals)
     outs = []
     # Unbound once: an index a token would cost the backward a full zero gradient each.
     tokens = zip(*(t.unbind(1) for t in (q, k, v, g if g.ndim == 4 else g[..., None])), strict=True)
@@ -214,125 +320,4 @@ def _loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scal
     return torch.stack(outs, 1) if outs else v, state
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    state = _zero_state(q, v) if state is None else state
-    tokens = q.shape[1]
-    if tokens == 0:
-        return v, state
-    blocks = min(CHUNK, tokens + BLOCK - 1) // BLOCK
-    # A token more that writes nothing and decays nothing leaves the state as it is.
-    missing = -tokens % (blocks * BLOCK)
-    q, k, v, g = (
-        F.pad(t, (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, blocks, BLOCK))
-        for t in (q * scale, k, v, g if g.ndim == 4 else g[..., None])
-    )  # (B, h, chunks, blocks, BLOCK, .)
-    with no_autocast(q.device) if torch.is_autocast_enabled(q.device.type) else nullcontext():
-        out, reads, writes, kept = _within_chunks(q, k, v, g)
-        pairs = writes.transpose(-1, -2) @ v.flatten(3, 4)
-        before = []
-        for n in range(out.shape[2]):
-            before.append(state)
-            state = kept[:, :, n, :, None] * state + pairs[:, :, n]
-        out = out + reads @ torch.stack(before, 2)
-    return out.flatten(2, 3)[:, :, :tokens].transpose(1, 2).contiguous(), state
-
-
-def _within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chunks for themselves.
-
-    Returns:
-        What a token reads of its own chunk, ``(B, h, chunks, CHUNK, V)``; queries decayed from the chunk's start, and
-        keys decayed to its end, ``(B, h, chunks, CHUNK, K)``; and the whole decay, ``(B, h, chunks, K)``.
-    """
-    decays = g.cumsum(-2).exp()  # from a block's start to after a token
-    rest = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2).exp()  # from after a token to a block's end
-    scores = _within_blocks(q, k, g)
-    outs, reads, before = [], [], torch.ones_like(decays[:, :, :, 0, 0])
-    writes = k[:, :, :, 0, :0]
-    for i in range(q.shape[3]):
-        query = q[:, :, :, i] * decays[:, :, :, i]
-        earlier = query @ writes.transpose(-1, -2) @ v[:, :, :, :i].flatten(3, 4)
-        outs.append(earlier + scores[:, :, :, i] @ v[:, :, :, i])
-        reads.append(query * before[..., None, :])
-        whole = decays[:, :, :, i, -1]
-        before = before * whole
-        writes = torch.cat([writes * whole[..., None, :], k[:, :, :, i] * rest[:, :, :, i]], 3)
-    return torch.cat(outs, 3), torch.cat(reads, 3), writes, before
-
-
-def _within_blocks(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    r""":math:`\sum_c q_{t,c} k_{s,c} e^{g_{s+1,c} + \dots + g_{t,c}}` for :math:`s \le t`, else zero."""
-    before = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).tril(-1)[..., None]  # s < t
-    sums = g[..., :, None, :].where(before, 0).cumsum(-3)
-    # Masked before the exponential, which could overflow where nobody looks, and make the gradient a NaN.
-    decays = sums.masked_fill(before.transpose(0, 1), -torch.inf).exp()
-    if g.shape[-1] == 1:
-        return (q @ k.transpose(-1, -2)) * decays[..., 0]
-    return (q[..., :, None, :] * k[..., None, :, :] * decays).sum(-1)
-
-
-@torch.library.custom_op("lineattn::scan_forward", mutates_args=(), device_types="cpu")
-def _forward_operator(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    initial = None if initial is None else initial.contiguous()
-    return kernels.forward(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), initial, scale)
-
-
-@_forward_operator.register_fake
-def _(q, k, v, g, initial, scale):  # noqa: ANN001, ANN202
-    return v.new_empty(v.shape), v.new_empty(q.shape[0], *q.shape[2:], v.shape[3])
-
-
-@torch.library.custom_op("lineattn::scan_backward", mutates_args=(), device_types="cpu")
-def _backward_operator(
-    grad_out: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_out, grad_final, q, k, v, g = (t.contiguous() for t in (grad_out, grad_final, q, k, v, g))
-    initial = None if initial is None else initial.contiguous()
-    return kernels.backward(grad_out, grad_final, q, k, v, g, initial, scale)
-
-
-@_backward_operator.register_fake
-def _(grad_out, grad_final, q, k, v, g, initial, scale):  # noqa: ANN001, ANN202
-    return tuple(t.new_empty(t.shape) for t in (q, k, v, g, grad_final))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        found = _plain_gradients(ctx, grad_out, grad_final)
-    else:
-        found = torch.ops.lineattn.scan_backward(grad_out, grad_final, *ctx.saved_tensors, ctx.scale)
-    return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None
-
-
-def _plain_gradients(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> list[Tensor | None]:
-    """The gradients as a graph that can be differentiated again."""
-    # Aliases: an argument may be computed from another or be the same tensor, and each gets its own gradient only.
-    inputs = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-    q, k, v, g, state = inputs
-    assert q is not None and k is not None and v is not None and g is not None
-    out = _chunked(q, k, v, g, state, ctx.scale)
-    needed = ctx.needs_input_grad[:5]
-    wanted = [t for t, need in zip(inputs, needed, strict=True) if t is not None and need]
-    # The final state has no graph where only the queries need a gradient.
-    results, grads = zip(
-        *((r, d) for r, d in zip(out, (grad_out, grad_final), strict=True) if r.requires_grad), strict=True
-    )
-    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
-    return [next(found) if need else None for need in needed]
-
-
-_forward_operator.register_autograd(_gradients, setup_context=_save)
+_BACKENDS: dict[str, _Form] = {"auto": _auto, "native": _native, "fla": _fla, "chunked": chunked, "loop": _loop}

@@ -92,6 +92,14 @@ class Case {
     }
     const float *maybe(int64_t count) { return below(2) ? input(count) : nullptr; }
 
+    // Of sequences, some of them empty, that lie one after another.
+    const int64_t *offsets(int64_t sequences, int64_t tokens) {
+        int64_t *values = take<int64_t>(sequences + 1);
+        values[0] = 0, values[sequences] = tokens;
+        for (int64_t n = 1; n < sequences; ++n) values[n] = values[n - 1] + below(tokens - values[n - 1] + 1);
+        return values;
+    }
+
     float *output(int64_t count) {
         outputs_.push_back({take<float>(count), take<float>(count), static_cast<size_t>(count)});
         return outputs_.back().values;
@@ -193,12 +201,18 @@ void kcla_backward(Case &c) {
 }
 
 template <class Arguments>
+int64_t scan_rows(const Arguments &p) {
+    return (p.offsets ? 1 : p.batch) * p.tokens * p.heads;
+}
+
+template <class Arguments>
 void draw_scan(Case &c, Arguments &p, int64_t tokens) {
     p.batch = below(4), p.tokens = tokens, p.heads = 1 + below(4);
     p.keys = below(40), p.values = below(4) ? below(40) : 150;
     if (tokens == 1 && !below(8)) p.batch = 2, p.heads = 4, p.keys = 220, p.values = 150;  // a step uses threads
     p.decays = below(2) ? p.keys : 1, p.scale = 0.3;
-    const int64_t rows = p.batch * p.tokens * p.heads;
+    if (tokens != 1 && !below(3)) p.offsets = c.offsets(p.batch += !p.batch, tokens);
+    const int64_t rows = scan_rows(p);
     p.q = c.input(rows * p.keys), p.k = c.input(rows * p.keys), p.v = c.input(rows * p.values);
     p.g = c.input(rows * p.decays, one_of({-0.1f, -3.0f, -200.0f}), 0);
 }
@@ -208,14 +222,14 @@ void scan_forward(Case &c) {
     draw_scan(c, p, below(40));
     const int64_t state = p.batch * p.heads * p.keys * p.values;
     p.initial = c.maybe(state);
-    p.out = c.output(p.batch * p.tokens * p.heads * p.values), p.final = c.output(state);
+    p.out = c.output(scan_rows(p) * p.values), p.final = c.output(state);
     c.run("scan_forward", lineattn_scan_forward, p);
 }
 
 void scan_backward(Case &c) {
     lineattn::ScanBackward p = {};
     draw_scan(c, p, below(40));
-    const int64_t rows = p.batch * p.tokens * p.heads, state = p.batch * p.heads * p.keys * p.values;
+    const int64_t rows = scan_rows(p), state = p.batch * p.heads * p.keys * p.values;
     p.initial = c.maybe(state);
     p.grad_out = c.input(rows * p.values), p.grad_final = c.input(state);
     p.grad_q = c.output(rows * p.keys), p.grad_k = c.output(rows * p.keys), p.grad_v = c.output(rows * p.values);

@@ -26,7 +26,7 @@ from lineattn.errors import InputError
 MODES = ("auto", "require", "off")
 
 # As `lineattn_interface` in csrc/kernels.cpp: a library left over from another version is not called.
-INTERFACE = 3
+INTERFACE = 4
 
 _CPU = torch.device("cpu")
 
@@ -160,25 +160,27 @@ def address(
     *,
     channels_last: bool = False,
     device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> int | None:
     """The door: the address of a tensor's values, for a kernel that will read or write exactly ``shape`` there.
 
     Args:
         name: What the kernel calls it, for the error.
-        tensor: A float32 tensor, or ``None``, which stays ``None``.
+        tensor: A tensor, or ``None``, which stays ``None``.
         shape: The shape it must have.
         channels_last: Whether its values must lie in PyTorch's channels_last order, or contiguous.
         device: Where it must be.
+        dtype: The type it must have.
 
     Raises:
         ValueError: It is something else.
     """
     if tensor is None:
         return None
-    if tensor.shape != shape or tensor.dtype != torch.float32 or tensor.device != device:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
-            f"{name}: float32 of shape {shape} on {device} is expected, not {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)} on {tensor.device}"
+            f"{name}: {str(dtype).removeprefix('torch.')} of shape {shape} on {device} is expected, "
+            f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
         )
     order = torch.channels_last if channels_last else torch.contiguous_format
     if not tensor.is_contiguous(memory_format=order):

@@ -114,7 +114,7 @@ static int64_t chosen = best();
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of a signature or a structure.
-EXPORT int64_t lineattn_interface() { return 3; }
+EXPORT int64_t lineattn_interface() { return 4; }
 
 // The name of instruction set `i` that this processor has, or null; the first is the one in use at the start.
 EXPORT const char *lineattn_instructions(int64_t i) {
