@@ -44,6 +44,12 @@ CASES = [
     Case("metala", {"augmentation": "linear"}),
     Case("metala", {"augmentation": "official", "norm": False}),
     Case("metala", {"augmentation": "none"}),
+    Case("gla", {"rank": 3}),
+    Case("retention"),
+    Case("retention", {"heads": 4, "value_width": 24}),
+    Case("linear_attention"),
+    Case("softmax_attention"),
+    Case("softmax_attention", {"rotary": False}),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 graphs = pytest.mark.parametrize(  # a graph takes seconds: the first form of each method
@@ -191,7 +197,10 @@ def test_padding_is_as_if_it_were_not_there(case: Case, mask: str, begun: bool):
         alone = None if before is None else tree_map(lambda t, b=b: t[b : b + 1], before)
         out, end = module(x[b : b + 1, there[b]], alone)
         close(found[b : b + 1, there[b]], out, 1e-12)
-        close(tree_map(lambda t, b=b: t[b : b + 1], state), end, 1e-12)
+        own = tree_map(lambda t, b=b: t[b : b + 1], state)
+        if isinstance(module, Recurrent):
+            close(own, end, 1e-12)
+        close(module.step(x[:1, 0], own)[0], module.step(x[:1, 0], end)[0], 1e-12)
         assert not found[b, ~there[b]].any()
 
 
@@ -201,7 +210,7 @@ def test_padding_has_no_gradient_and_spoils_nothing(case: Case):
     x[~there] = torch.nan
     x.requires_grad_()
     out, state = module(x, mask=there)
-    total = out.square().sum() + sum(t.square().sum() for t in tree_leaves(state))
+    total = out.square().sum() + sum(t.square().sum() for t in tree_leaves(state) if t.is_floating_point())
     grad, *rest = torch.autograd.grad(total, [x, *module.parameters()])
     assert not grad[~there].any() and grad[there].abs().amax(-1).min() > 0
     assert all(g.isfinite().all() for g in rest)
@@ -289,6 +298,7 @@ def test_weights_are_what_is_computed_with(case: Case):
     assert found["attention"].shape == (B, module.heads, T, T)
     assert not found["attention"].triu(1).any()
     if not isinstance(module, Recurrent):
+        assert found["attention"].sum(-1).allclose(torch.ones(()))
         return
     q, k, v, g = (found[name] for name in "qkvg")
     read = []
@@ -297,7 +307,11 @@ def test_weights_are_what_is_computed_with(case: Case):
         rows = (oracle.recurrence(*(t[b] for t in (q[:, :, h], k[:, :, h], v[:, :, h], decays.exp())), module.scale)
                 for b in range(B))  # fmt: skip
         read.append(torch.stack([torch.stack(row) for row in rows]))
-    close(found["attention"] @ v.transpose(1, 2), torch.stack(read, 1))
+    expected = torch.stack(read, 1)
+    if case.method == "linear_attention":
+        assert found["attention"].sum(-1).allclose(torch.ones(()))
+        expected = expected / (q.transpose(1, 2) * k.cumsum(1).transpose(1, 2)).sum(-1, keepdim=True)
+    close(found["attention"] @ v.transpose(1, 2), expected)
 
 
 @cases
@@ -310,7 +324,8 @@ def test_the_row_is_what_the_parts_depend_on(case: Case):
     moves = {name: not torch.allclose(first[name], second[name]) for name in "qkvg"}
     for name, origin in zip("qkvg", module.row, strict=True):
         assert moves[name] == (origin in ("input", "decay")), name
-    assert torch.allclose(first["k"], 1 - first["g"].exp()) == (module.row.key == "decay")
+    g = first["g"] if first["g"].ndim == 4 else first["g"][..., None]
+    assert torch.allclose(first["k"], (1 - g.exp()).expand_as(first["k"])) == (module.row.key == "decay")
     assert (not first["g"].any()) == (module.row.decay == "one")
 
 
@@ -380,3 +395,31 @@ def test_what_does_not_fit_is_refused(case: Case):
         module(x[:1], module(x)[1])
     with pytest.raises(InputError, match="heads is 3"):
         type(module)(C, heads=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("gla", {"rank": 0}), "rank is 0"),
+        (Case("gla", {"tau": -1.0}), "tau is -1.0"),
+        (Case("gla", {"key_width": 5}), "key_width is 5"),
+        (Case("retention", {"heads": 8}), "no pairs to rotate"),
+        (Case("retention", {"value_width": 3}), "value_width is 3"),
+        (Case("softmax_attention", {"heads": 8}), "no pairs to rotate"),
+    ],
+)
+def test_arguments_are_checked(case: Case, message: str):
+    with pytest.raises(InputError, match=message):
+        case.make()
+
+
+def test_parameters_of_the_kin():
+    """GLA's decays cost 16 (C + C / 2) and a bias; RetNet's values are twice as wide."""
+    counts = {"gla": 4 * C**2 + C + 24 * C + C // 2, "retention": 8 * C**2, "linear_attention": 4 * C**2}
+    for method, expected in {**counts, "softmax_attention": 4 * C**2}.items():
+        assert sum(p.numel() for p in Case(method).make().parameters()) == expected, method
+
+
+def test_a_fixed_decay_is_the_published_one():
+    g = Case("retention", {"heads": 4}).make().weights(tokens())["g"]
+    close(g.exp(), torch.tensor([1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]).expand_as(g), 1e-12)

@@ -89,3 +89,99 @@ def _metala(module: Any, tokens: list[Tensor]) -> list[Tensor]:
             y = y * silu(module.g_proj.weight @ x + module.g_proj.bias)
         out.append(module.out_proj.weight @ y)
     return out
+
+
+def linear_attention(module: Any, x: Tensor) -> Tensor:
+    return each_row(_linear_attention, module, x)
+
+
+def _linear_attention(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    def feature(y: Tensor) -> Tensor:
+        return torch.where(y > 0, y + 1, torch.exp(y))
+
+    out = []
+    for t, x in enumerate(tokens):
+        heads = []
+        for h in range(module.heads):
+            q = feature(of_head(module.q_proj.weight @ x, h, module.heads))
+            above, below = 0, 0
+            for earlier in tokens[: t + 1]:
+                k = feature(of_head(module.k_proj.weight @ earlier, h, module.heads))
+                above = above + (q @ k) * of_head(module.v_proj.weight @ earlier, h, module.heads)
+                below = below + q @ k
+            heads.append(above / below)
+        out.append(module.out_proj.weight @ torch.cat(heads))
+    return out
+
+
+def turned(y: Tensor, position: int) -> Tensor:
+    """Pairs of channels as complex numbers, turned."""
+    width = len(y)
+    speeds = torch.tensor([10000 ** (-2 * j / width) for j in range(width // 2)])
+    return torch.complex(y[0::2], y[1::2]) * torch.exp(1j * position * speeds)
+
+
+def retention(module: Any, x: Tensor) -> Tensor:
+    return each_row(_retention, module, x)
+
+
+def _retention(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    out = []
+    for t, x in enumerate(tokens):
+        heads = []
+        for h in range(module.heads):
+            q, total = turned(of_head(module.q_proj.weight @ x, h, module.heads), t), 0
+            for s, earlier in enumerate(tokens[: t + 1]):
+                k = turned(of_head(module.k_proj.weight @ earlier, h, module.heads), s)
+                v = of_head(module.v_proj.weight @ earlier, h, module.heads)
+                score = (q.conj() * k).real.sum() / (module.channels // module.heads) ** 0.5
+                total = total + (1 - 2 ** (-5 - h)) ** (t - s) * score * v
+            centred = total - total.mean()
+            heads.append(centred / torch.sqrt((centred**2).mean() + 1e-5))
+        out.append(module.out_proj.weight @ (silu(module.g_proj.weight @ x) * torch.cat(heads)))
+    return out
+
+
+def gla(module: Any, x: Tensor) -> Tensor:
+    return each_row(_gla, module, x)
+
+
+def _gla(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    first, second = module.decay
+    read = [[] for _ in tokens]
+    for h in range(module.heads):
+        q, k, v = (
+            torch.stack([of_head(layer.weight @ x, h, module.heads) for x in tokens])
+            for layer in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        logits = [second.weight @ (first.weight @ x) + second.bias for x in tokens]
+        a = torch.stack([of_head(sigmoid(z) ** (1 / module.tau), h, module.heads) for z in logits])
+        for t, o in enumerate(recurrence(q, k, v, a, q.shape[1] ** -0.5)):
+            centred = o - o.mean()
+            read[t].append(centred / torch.sqrt((centred**2).mean() + 1e-5))
+    return [
+        module.out_proj.weight @ (silu(module.g_proj.weight @ x + module.g_proj.bias) * torch.cat(o))
+        for x, o in zip(tokens, read, strict=True)
+    ]
+
+
+def softmax_attention(module: Any, x: Tensor) -> Tensor:
+    return each_row(_softmax_attention, module, x)
+
+
+def _softmax_attention(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    width, out = module.channels // module.heads, []
+    for t, x in enumerate(tokens):
+        heads = []
+        for h in range(module.heads):
+            q = of_head(module.q_proj.weight @ x, h, module.heads)
+            above, below = 0, 0
+            for s, earlier in enumerate(tokens[: t + 1]):
+                k = of_head(module.k_proj.weight @ earlier, h, module.heads)
+                score = (turned(q, t).conj() * turned(k, s)).real.sum() if module.rotary else q @ k
+                weight = torch.exp(score / width**0.5)
+                above = above + weight * of_head(module.v_proj.weight @ earlier, h, module.heads)
+                below = below + weight
+            heads.append(above / below)
+        out.append(module.out_proj.weight @ torch.cat(heads))
+    return out

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lineattn.errors import InputError
 from lineattn.nn.token.base import Row
-from lineattn.nn.token.recurrent import Parts, Recurrent
+from lineattn.nn.token.recurrent import Parts, Recurrent, gated, head_norm
 from lineattn.registry import register
 
 Augmentation = Literal["official", "gated", "linear", "none"]
@@ -160,12 +160,7 @@ class MetaLA(Recurrent):
     def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
         if self.aug_balance is not None:
             out = out + self._augment(self.aug_balance, parts)
-        if self.norm:
-            out = F.layer_norm(out, out.shape[3:], eps=1e-5)
-        out = out.flatten(2)
-        if self.g_proj is not None:
-            out = F.silu(self.g_proj(x)) * out
-        return self.out_proj(out.to(x.dtype))
+        return gated(x, head_norm(out) if self.norm else out, self.g_proj, self.out_proj)
 
     def _augment(self, balance: Tensor, parts: Parts) -> Tensor:
         """What a token adds of its own value, ``(B, T, h, V)``."""

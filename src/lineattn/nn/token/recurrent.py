@@ -54,17 +54,29 @@ class Recurrent(TokenMixer):
         channels: Width ``C``.
         heads: Heads ``h``; they divide the channels and the keys.
         key_width: Width of the keys of all heads.
+        value_width: Width of the values of all heads, so many channels by default.
         conv: Length of the short convolution before everything else; 0 for none.
         scale: What queries are multiplied by, see `lineattn.ops.scan`.
     """
 
-    def __init__(self, channels: int, heads: int, *, key_width: int, conv: int = 0, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        *,
+        key_width: int,
+        value_width: int | None = None,
+        conv: int = 0,
+        scale: float | None = None,
+    ) -> None:
         super().__init__(channels, heads)
-        if key_width < 1 or key_width % heads:
-            raise InputError(f"key_width is {key_width}; it must be a multiple of the {heads} heads")
+        value_width = channels if value_width is None else value_width
+        for name, width in (("key_width", key_width), ("value_width", value_width)):
+            if width < 1 or width % heads:
+                raise InputError(f"{name} is {width}; it must be a multiple of the {heads} heads")
         if conv < 0:
             raise InputError(f"conv is {conv}; it must be the length of a convolution, or 0 for none")
-        self.key_width = key_width
+        self.key_width, self.value_width = key_width, value_width
         self.scale = (key_width // heads) ** -0.5 if scale is None else scale
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, bias=False) if conv else None
 
@@ -75,6 +87,10 @@ class Recurrent(TokenMixer):
     @abstractmethod
     def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
         """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from its tokens."""
+
+    def moved_on(self, memory: Tensor, tokens: int | Tensor) -> Tensor:
+        """The memory as the tokens after see it; so many, ``(B,)`` or one number, were read. As it is by default."""
+        return memory
 
     def mix(
         self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None, form: Form
@@ -87,11 +103,12 @@ class Recurrent(TokenMixer):
             k, g = k.where(there[..., None], 0), g.where(there[..., None] if g.ndim == 4 else there, 0)
         memory = None if state is None else state.memory
         out, memory = _FORMS[form](q, k, v, g, scale=self.scale, initial_state=memory)
+        memory = self.moved_on(memory, x.shape[1] if lengths is None else lengths)
         return self.read_out(x, out, parts), RecurrentState(memory, recent)
 
     def state_size(self, tokens: int) -> int:
         recent = 0 if self.conv1d is None else self.channels * (self.conv1d.kernel_size[0] - 1)
-        return self.key_width * self.channels // self.heads + recent
+        return self.key_width * self.value_width // self.heads + recent
 
     def weights(self, x: Tensor) -> dict[str, Tensor]:
         self._check(x)
@@ -107,3 +124,16 @@ class Recurrent(TokenMixer):
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         """``(B, T, h * D) -> (B, T, h, D)``, at least float32."""
         return [t.to(torch.promote_types(t.dtype, torch.float32)).unflatten(2, (self.heads, -1)) for t in tensors]
+
+
+def head_norm(out: Tensor) -> Tensor:
+    """A layer norm of each head, ``(B, T, h, V)``, without weights."""
+    return F.layer_norm(out, out.shape[3:], eps=1e-5)
+
+
+def gated(x: Tensor, out: Tensor, gate: nn.Module | None, project: nn.Module) -> Tensor:
+    """What was read, ``(B, T, h, V)``, through a gate from the tokens and the last projection, ``(B, T, C)``."""
+    out = out.flatten(2)
+    if gate is not None:
+        out = F.silu(gate(x)) * out
+    return project(out.to(x.dtype))
