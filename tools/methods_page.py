@@ -30,12 +30,21 @@ _SAMPLE = """# Attention over the positions of a sample
 `lineattn.swap(net, "blocks.*.attn", NAME)` puts one in the place of a network's attention;
 `lineattn.attach(net, NAME, at="layer4")` puts those that are blocks behind a module. Time is that of N positions.
 """
+_TOKEN = """# Attention over the tokens of a sequence
+
+Layers, `lineattn.nn.token`: each takes `(B, T, C)` and a state, and goes on from it a token at a time (`step`). Time
+and state are those of T tokens. "Made of": what queries, keys, values and decays are; `input` is a map of the token.
+"""
 
 
 def page() -> str:
     """The page: an axis after the other, with a table and one section a method."""
     parts = [_HEAD.strip()]
-    for axis, head, column, value in (("depth", _DEPTH, "needs", _needs), ("sample", _SAMPLE, "stands", _stands)):
+    for axis, head, column, value in (
+        ("depth", _DEPTH, "needs", _needs),
+        ("sample", _SAMPLE, "stands", _stands),
+        ("token", _TOKEN, "made of", _made_of),
+    ):
         cards = [registry.get(name) for name in registry.list_methods(axis)]
         rows = [
             {
@@ -67,6 +76,10 @@ def _needs(card: Card) -> str:
 
 def _stands(card: Card) -> str:
     return "behind a module" if card.cls.residual else "for a transformer's attention"
+
+
+def _made_of(card: Card) -> str:
+    return str(card.cls.row)
 
 
 def _paper(card: Card) -> str:

@@ -131,6 +131,7 @@ def test_models_lists_networks_and_methods(capsys, monkeypatch):
     assert all(name in shown for name in (*lineattn.list_models(), *lineattn.list_methods("depth")))
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line}
     assert lines["kcla"][1:5] == ["O(L)", "O(1)", "output", "2606.28405"]
+    assert lines["metala"][1:7] == ["O(T)", "O(1)", "query,", "value,", "decay", "2411.10741"]
     assert lines["mrla_light"][3] == "output+shortcut" and lines["se"][3] == "branch"
 
 
@@ -178,6 +179,8 @@ def test_show_a_method_and_a_network(capsys):
     shown = capsys.readouterr().out
     assert "Key-Correlated Layer Attention" in shown and "arXiv" in shown and "m_t = " in shown and "O(L)" in shown
     assert "start " not in shown
+    assert main(["show", "metala"]) == 0
+    assert "made of query: input, key: 1 - decay, value: input, decay: input" in capsys.readouterr().out
     assert main(["show", "se"]) == 0
     assert "start   with init='paper' the network starts changed: each block's branch" in capsys.readouterr().out
     assert main(["show", "resnet20_bottleneck_cifar", "--attn", "kcla"]) == 0

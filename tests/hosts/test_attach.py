@@ -13,6 +13,7 @@ from lineattn import attach
 from lineattn.errors import InputError
 from lineattn.models import create_model
 from lineattn.models.cifar_resnet import BasicBlock, CifarResNet
+from lineattn.nn.token.metala import MetaLA
 from tests.hosts.nets import Mean, image, shake, small
 
 
@@ -35,6 +36,12 @@ class NoPool(resnet.ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
         x = self.layer1(self.relu(self.bn1(self.conv1(x))))
         return self.fc(torch.flatten(self.avgpool(self.layer4(self.layer3(self.layer2(x)))), 1))
+
+
+@pytest.mark.parametrize("method", ["metala", MetaLA])
+def test_a_method_of_the_token_axis_is_refused(method: str | type) -> None:
+    with pytest.raises(InputError, match=r"^metala is of the token axis .* lineattn\.nn\.token\.metala\.MetaLA$"):
+        attach(small("cifar_basic"), method)
 
 
 class ZeroGated(resnet.ResNet):

@@ -233,6 +233,7 @@ def test_without_an_image_to_guess_the_costs_are_left_out():
         (vit, "nothing", "external", {}, "has no module 'nothing'; its attention: blocks.0.attn, blocks.1.attn"),
         (vit, "blocks.0", "external", {}, "'blocks.0' is a Block, no attention that can be replaced"),
         (vit, "blocks.*.attn", "kcla", {}, "unknown sample method 'kcla'"),
+        (vit, "blocks.*.attn", "metala", {}, "unknown sample method 'metala'"),
         (vit, "blocks.*.attn", "sagan", {}, "has a residual of its own"),
         (vit, "blocks.*.attn", "external_multihead", {"head": 2}, "did you mean 'heads'"),
         (DualHead, "attention", "external_multihead", {}, "has no residual"),

@@ -179,6 +179,8 @@ def test_every_listed_model_builds(name: str) -> None:
         ({**SWAPPED, "at": "blocks.1"}, "give one of them, not both"),
         ({"name": "resnet20_cifar", "attn": "kcla", "swap": "*"}, "swap: for a method of the sample axis; kcla"),
         ({"name": "resnet20_cifar", "attn": "kcla", "at": "stages.2"}, "at: for a method of the sample axis; kcla"),
+        ({"name": "resnet20_cifar", "attn": "metala"}, "attn='metala' is of the token axis, a layer for sequences"),
+        ({"name": "resnet20_cifar", "attn": "metala", "at": "stages.2"}, "attn='metala' is of the token axis"),
         ({**SWAPPED, "init": "paper"}, "init='paper': for what is added to a network"),
         ({**SWAPPED, "scope": "carry"}, "scope='carry': for attention over depth"),
         ({**SWAPPED, "coeff": 1}, "did you mean 'coef'"),

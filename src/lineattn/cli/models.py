@@ -46,7 +46,8 @@ def run(args: list[str]) -> int:
         registered = _registered(pattern) if pattern else []
     methods = list_methods("depth") if names or pixels else fnmatch.filter(list_methods("depth"), pattern or "*")
     sample = fnmatch.filter(list_methods("sample"), pattern or "*")
-    if not (names or pixels or registered or methods or sample):
+    tokens = fnmatch.filter(list_methods("token"), pattern or "*")
+    if not (names or pixels or registered or methods or sample or tokens):
         raise InputError(
             f"no network or method fits {pattern!r}; `lineattn models` lists all but timm's, which are timm/NAME"
         )
@@ -64,6 +65,8 @@ def run(args: list[str]) -> int:
     if sample:
         title = "attention over positions (lineattn.swap, and lineattn.attach with at=)"
         console.print(_methods(title, sample, "stands", _stands))
+    if tokens:
+        console.print(_methods("attention over tokens (layers of lineattn.nn.token)", tokens, "of the input", _dynamic))
     console.print("`lineattn show NAME` says more about a network or a method.")
     return 0
 
@@ -152,3 +155,7 @@ def _reads(cls: Any) -> str:
 
 def _stands(cls: Any) -> str:
     return "behind a module" if cls.residual else "in its place"
+
+
+def _dynamic(cls: Any) -> str:
+    return cls.row.dynamic

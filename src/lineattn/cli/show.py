@@ -53,6 +53,8 @@ def _method(card: Card) -> str:
         f"  axis    {card.axis}; time {card.cost}, state {card.state}",
         f"  class   {card.where}",
     ]
+    if card.axis == "token":
+        lines.append(f"  made of {card.cls.row}")
     if card.start:
         lines.append(f"  start   with init='paper' the network starts changed: {card.start}")
     lines += [

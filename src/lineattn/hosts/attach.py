@@ -24,6 +24,7 @@ from lineattn.hosts.site import StateScope, derive
 from lineattn.hosts.step import Plan, Step, run_split
 from lineattn.nn.depth.base import DepthAttention, Init, Site
 from lineattn.nn.sample.base import SampleAttention
+from lineattn.nn.token.base import TokenMixer
 
 
 @overload
@@ -104,6 +105,10 @@ def attach(
     if not isinstance(net, nn.Module):
         raise InputError(
             f"the network is a {type(net).__name__}; give a torch.nn.Module, or use create_model for names"
+        )
+    if issubclass(cls, TokenMixer):
+        raise InputError(
+            f"{name} is of the token axis and can't be attached; it is a layer: {cls.__module__}.{cls.__qualname__}"
         )
     if issubclass(cls, SampleAttention):
         if at is None or scope is not None:

@@ -199,7 +199,10 @@ def _refuse_misplaced(
         if method_args or where:
             raise InputError(f"{', '.join([*method_args, *where])}: for a method, and attn is not given")
         return
-    if registry.get(attn).axis != "sample":
+    card = registry.get(attn)
+    if card.axis == "token":
+        raise InputError(f"attn={attn!r} is of the token axis, a layer for sequences ({card.where}); these see images")
+    if card.axis != "sample":
         if odd := {"at", "swap"} & where.keys():
             raise InputError(
                 f"{sorted(odd)[0]}: for a method of the sample axis; {attn} stands behind every block: leave it out"

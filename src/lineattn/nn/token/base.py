@@ -1,0 +1,134 @@
+"""The contract of attention over the tokens of a sequence.
+
+A method takes tokens ``(B, T, C)`` and returns as many; what comes out at a token depends on it and on earlier ones
+alone. What later tokens need of earlier ones is the *state*: it is taken as an argument and returned, never written to
+``self`` and never changed in place. A sequence in pieces, the state handed on, gives what it gives at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lineattn.errors import InputError
+from lineattn.ops.memory import check_mask
+
+Form = Literal["auto", "parallel", "chunked", "loop"]
+Origin = Literal["input", "decay", "fixed", "one"]
+
+
+class Row(NamedTuple):
+    """A method's row in the table of "MetaLA: Unified Optimal Linear Approximation to Softmax Attention Map".
+
+    What each part of attention is made from: ``input``, a map of the token; ``decay``, one minus the token's decay;
+    ``fixed``, numbers that are the same for all tokens; ``one``, nothing.
+    """
+
+    query: Origin
+    key: Origin
+    value: Origin
+    decay: Origin
+
+    @property
+    def dynamic(self) -> str:
+        """The parts that are maps of the token: what there are parameters for, in the paper's count of them.
+
+        Example:
+            >>> Row(query="input", key="decay", value="input", decay="input").dynamic
+            'query, value, decay'
+        """
+        return ", ".join(part for part, origin in self._asdict().items() if origin == "input")
+
+    def __str__(self) -> str:
+        words = {"decay": "1 - decay", "one": "1"}
+        return ", ".join(f"{part}: {words.get(origin, origin)}" for part, origin in self._asdict().items())
+
+
+class TokenMixer(nn.Module, ABC):
+    """Base of every method of the token axis.
+
+    Args:
+        channels: Width ``C``.
+        heads: Heads ``h``; they divide the channels.
+
+    Shape:
+        - ``x``: ``(B, T, C)``.
+        - ``state``: What a call before returned, or ``None`` at the start. Every tensor in it has the batch first, so
+          rows are chosen, for a beam search say, by indexing all of them.
+        - ``mask``: ``(B, T)`` of booleans, true where there is a token; ``None`` for everywhere. What comes out, and
+          the state, are as if the others were not there, wherever they stand; their own outputs are zeros.
+        - ``form``: How it is computed, with the same results: ``parallel``, all pairs of tokens at once; ``chunked``,
+          in pieces; ``loop``, token by token; ``auto``, the fastest there is.
+        - Returns ``(out, state)``, ``out`` shaped like ``x``.
+
+    Raises:
+        InputError: From `forward`: tokens, a state or a mask that don't fit, or a form that there isn't.
+    """
+
+    row: Row
+    """Of the class, that of its default arguments."""
+
+    def __init__(self, channels: int, heads: int) -> None:
+        super().__init__()
+        if heads < 1 or channels < 1 or channels % heads:
+            raise InputError(f"heads is {heads}; it must divide the {channels} channels")
+        self.channels, self.heads = channels, heads
+
+    def forward(
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, *, form: Form = "auto"
+    ) -> tuple[Tensor, Any]:
+        self._check(x)
+        if form not in get_args(Form):
+            raise InputError(f"form is {form!r}; it must be 'auto', 'parallel', 'chunked' or 'loop'")
+        check_mask(mask, x.shape[:2])
+        if mask is None:
+            return self.mix(x, state, None, form)
+        # To the front with the tokens that there are: a method has to know padding on the right alone.
+        order = (~mask).byte().argsort(dim=1, stable=True)
+        lengths = mask.sum(1)
+        front = x.take_along_dim(order[..., None], 1).where(exists(lengths, x.shape[1])[..., None], 0)
+        out, state = self.mix(front, state, lengths, form)
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        return out.take_along_dim(places[..., None], 1).where(mask[..., None], 0), state
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """One more token, ``(B, C) -> (B, C)``, and the state after it."""
+        if x.ndim != 2:
+            raise InputError(f"x is {tuple(x.shape)}; one token is (B, {self.channels})")
+        out, state = self(x[:, None], state)
+        return out[:, 0], state
+
+    @abstractmethod
+    def mix(self, x: Tensor, state: Any, lengths: Tensor | None, form: Form) -> tuple[Tensor, Any]:
+        """`forward` where tokens that there are come first: so many of each row, ``(B,)``; ``None`` for all."""
+
+    @abstractmethod
+    def state_size(self, tokens: int) -> int:
+        """Numbers that the state of a sequence holds after so many tokens."""
+
+    @abstractmethod
+    def weights(self, x: Tensor) -> dict[str, Tensor]:
+        """What attention is made of, for the analyses; pure.
+
+        ``attention``, ``(B, h, T, T)``, what each token reads of each. Where attention is a recurrence, also its ``q``,
+        ``k`` ``(B, T, h, K)``, ``v`` ``(B, T, h, V)`` and ``g``, the logarithms of the decays, ``(B, T, h, K)`` or
+        ``(B, T, h)``.
+        """
+
+    def _check(self, x: Tensor) -> None:
+        if x.ndim != 3 or x.shape[2] != self.channels:
+            hint = "; one token, (B, C), is for step" if x.ndim == 2 else ""
+            raise InputError(f"x is {tuple(x.shape)}; tokens are (B, T, {self.channels}){hint}")
+
+
+def exists(lengths: Tensor, tokens: int) -> Tensor:
+    """The mask ``(B, T)`` of rows whose first so many tokens there are.
+
+    Example:
+        >>> exists(torch.tensor([2, 0]), 3).tolist()
+        [[True, True, False], [False, False, False]]
+    """
+    return torch.arange(tokens, device=lengths.device) < lengths[:, None]

@@ -1,0 +1,139 @@
+r"""The form that the methods of the token axis share: a state of fixed size that decays, is written, and is read.
+
+.. math::
+    S_t = \mathrm{diag}(a_t) \, S_{t-1} + k_t^\top v_t, \qquad o_t = s \, q_t S_t, \qquad a_t = e^{g_t}
+
+A method says what its queries, keys, values and decays are made from, and what it makes of what is read. No method by
+itself.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineattn.errors import InputError
+from lineattn.nn.token.base import Form, TokenMixer, exists
+from lineattn.ops.attention_map import attention_map, scan_parallel
+from lineattn.ops.convolution import causal_convolution
+from lineattn.ops.scan import scan, scan_chunked, scan_loop
+
+_FORMS = {"auto": scan, "parallel": scan_parallel, "chunked": scan_chunked, "loop": scan_loop}
+
+
+class RecurrentState(NamedTuple):
+    """What later tokens need of earlier ones.
+
+    Attributes:
+        memory: :math:`S`, ``(B, h, K, V)``, at least float32.
+        recent: The last tokens, ``(B, n - 1, C)``, for a short convolution of ``n``; ``(B, 0, C)`` without one.
+    """
+
+    memory: Tensor
+    recent: Tensor
+
+
+class Parts(NamedTuple):
+    """What a recurrence is made of: queries and keys ``(B, T, h, K)``, values ``(B, T, h, V)`` and the logarithms of
+    the decays, ``(B, T, h, K)``, or ``(B, T, h)`` for one a head; all at least float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+
+
+class Recurrent(TokenMixer):
+    """A method that is a gated linear recurrence.
+
+    Args:
+        channels: Width ``C``.
+        heads: Heads ``h``; they divide the channels and the keys.
+        key_width: Width of the keys of all heads.
+        value_width: Width of the values of all heads, so many channels by default.
+        conv: Length of the short convolution before everything else; 0 for none.
+        scale: What queries are multiplied by, see `lineattn.ops.scan`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        *,
+        key_width: int,
+        value_width: int | None = None,
+        conv: int = 0,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(channels, heads)
+        value_width = channels if value_width is None else value_width
+        for name, width in (("key_width", key_width), ("value_width", value_width)):
+            if width < 1 or width % heads:
+                raise InputError(f"{name} is {width}; it must be a multiple of the {heads} heads")
+        if conv < 0:
+            raise InputError(f"conv is {conv}; it must be the length of a convolution, or 0 for none")
+        self.key_width, self.value_width = key_width, value_width
+        self.scale = (key_width // heads) ** -0.5 if scale is None else scale
+        self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, bias=False) if conv else None
+
+    @abstractmethod
+    def parts(self, x: Tensor) -> Parts:
+        """Of tokens ``(B, T, C)`` that have been through the convolution."""
+
+    @abstractmethod
+    def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
+        """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from its tokens."""
+
+    def moved_on(self, memory: Tensor, tokens: int | Tensor) -> Tensor:
+        """The memory as the tokens after see it; so many, ``(B,)`` or one number, were read. As it is by default."""
+        return memory
+
+    def mix(
+        self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None, form: Form
+    ) -> tuple[Tensor, RecurrentState]:
+        x, recent = self._convolved(x, None if state is None else state.recent, lengths)
+        parts = self.parts(x)
+        q, k, v, g = parts
+        if lengths is not None:  # no decay and nothing written: the state stays as it is
+            there = exists(lengths, x.shape[1])[..., None]
+            k, g = k.where(there[..., None], 0), g.where(there[..., None] if g.ndim == 4 else there, 0)
+        memory = None if state is None else state.memory
+        out, memory = _FORMS[form](q, k, v, g, scale=self.scale, initial_state=memory)
+        memory = self.moved_on(memory, x.shape[1] if lengths is None else lengths)
+        return self.read_out(x, out, parts), RecurrentState(memory, recent)
+
+    def state_size(self, tokens: int) -> int:
+        recent = 0 if self.conv1d is None else self.channels * (self.conv1d.kernel_size[0] - 1)
+        return self.key_width * self.value_width // self.heads + recent
+
+    def weights(self, x: Tensor) -> dict[str, Tensor]:
+        self._check(x)
+        parts = self.parts(self._convolved(x, None, None)[0])
+        return {**parts._asdict(), "attention": attention_map(parts.q, parts.k, parts.g, scale=self.scale)}
+
+    def _convolved(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.conv1d is None:
+            return x, x.new_zeros(x.shape[0], 0, x.shape[2])
+        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
+        return F.silu(out).to(x.dtype), recent
+
+    def _heads(self, *tensors: Tensor) -> list[Tensor]:
+        """``(B, T, h * D) -> (B, T, h, D)``, at least float32."""
+        return [t.to(torch.promote_types(t.dtype, torch.float32)).unflatten(2, (self.heads, -1)) for t in tensors]
+
+
+def head_norm(out: Tensor) -> Tensor:
+    """A layer norm of each head, ``(B, T, h, V)``, without weights."""
+    return F.layer_norm(out, out.shape[3:], eps=1e-5)
+
+
+def gated(x: Tensor, out: Tensor, gate: nn.Module | None, project: nn.Module) -> Tensor:
+    """What was read, ``(B, T, h, V)``, through a gate from the tokens and the last projection, ``(B, T, C)``."""
+    out = out.flatten(2)
+    if gate is not None:
+        out = F.silu(gate(x)) * out
+    return project(out.to(x.dtype))

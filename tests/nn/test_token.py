@@ -1,0 +1,425 @@
+"""What every method of the token axis owes: the contract, and its formula in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim, export
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lineattn import registry
+from lineattn.errors import InputError
+from lineattn.nn.token.base import TokenMixer
+from lineattn.nn.token.recurrent import Recurrent
+from tests.oracles import token as oracle
+
+B, T, C, HEADS = 2, 11, 8, 2
+FORMS = ["auto", "parallel", "chunked", "loop"]
+
+
+class Case(NamedTuple):
+    """A method with arguments."""
+
+    method: str
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def make(self) -> TokenMixer:
+        return registry.get(self.method, axis="token").cls(C, **{"heads": HEADS, **self.arguments})
+
+    def __str__(self) -> str:
+        return "-".join([self.method, *(f"{key}={value}" for key, value in self.arguments.items())])
+
+
+CASES = [
+    Case("metala"),
+    Case("metala", {"conv": 2, "key_width": 8, "heads": 4, "tau": 1.0, "scale": 0.5}),
+    Case("metala", {"conv": 0, "key": True, "norm": False, "gate": False}),
+    Case("metala", {"augmentation": "gated", "conv": 1}),
+    Case("metala", {"augmentation": "linear"}),
+    Case("metala", {"augmentation": "official", "norm": False}),
+    Case("metala", {"augmentation": "none"}),
+    Case("gla", {"rank": 3}),
+    Case("retention"),
+    Case("retention", {"heads": 4, "value_width": 24}),
+    Case("linear_attention"),
+    Case("softmax_attention"),
+    Case("softmax_attention", {"rotary": False}),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+graphs = pytest.mark.parametrize(  # a graph takes seconds: the first form of each method
+    "case", list({case.method: case for case in reversed(CASES)}.values()), ids=str
+)
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def shaken(module: TokenMixer) -> TokenMixer:
+    """Away from its start."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (1 if parameter.ndim == 1 else C**-0.5))
+    return module
+
+
+def tokens(length: int = T) -> Tensor:
+    return torch.randn(B, length, C)
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_every_registered_method_is_tested_here():
+    assert {case.method for case in CASES} == set(registry.list_methods("token"))
+
+
+@cases
+@forms
+def test_values_and_gradients_are_those_of_the_formula(case: Case, form: str):
+    module, x = shaken(case.make()), tokens().requires_grad_()
+    inputs = [x, *module.parameters()]
+    expected = getattr(oracle, case.method)(module, x)
+    cotangent = torch.randn_like(expected)
+    found, _ = module(x, form=form)
+    close(found, expected)
+    close(torch.autograd.grad(found, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent))
+
+
+@cases
+@forms
+def test_forms_agree_to_rounding_in_double_precision(case: Case, form: str):
+    """Over chunks, and from a state that is there."""
+    module = shaken(case.make())
+    with torch.no_grad():
+        _, state = module(tokens())
+        x = tokens(150)
+        expected, end = module(x, state, form="loop")
+        found, reached = module(x, state, form=form)
+    close(found, expected, 1e-12)
+    close(reached, end, 1e-12)
+
+
+@cases
+@forms
+def test_single_precision(case: Case, form: str):
+    """Outputs to 5e-6, gradients to 1e-5, against the same in float64; in units of the largest."""
+    exact = shaken(case.make())
+    module = copy.deepcopy(exact).float()
+    exact = copy.deepcopy(module).double()  # of the weights that there are in float32
+    x = tokens(100).float()
+    cotangent, found, grads = torch.randn(B, 100, C), [], []
+    for net, kind in ((exact, "loop"), (module, form)):
+        dtype = next(net.parameters()).dtype
+        inputs = [x.to(dtype).requires_grad_(), *net.parameters()]
+        out, _ = net(inputs[0], form=kind)
+        found.append(out)
+        grads.append(torch.autograd.grad(out, inputs, cotangent.to(dtype)))
+    assert distance(*found) < 5e-6
+    assert max(map(distance, *grads)) < 1e-5
+
+
+def distance(exact: Tensor, found: Tensor) -> float:
+    return ((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1)).item()
+
+
+@cases
+def test_a_step_is_one_more_token(case: Case):
+    module, x = shaken(case.make()), tokens()
+    whole, end = module(x)
+    state, outs = None, []
+    for t in range(T):
+        out, state = module.step(x[:, t], state)
+        outs.append(out)
+    close(torch.stack(outs, 1), whole, 1e-12)
+    close(state, end, 1e-12)
+
+
+@cases
+@pytest.mark.parametrize("pieces", [(5, 1, 5), (1, 10), (2, 0, 9), (0, 11)], ids=str)
+def test_pieces_are_the_whole(case: Case, pieces: tuple[int, ...]):
+    """Published, pieces of more than one token began with an empty convolution."""
+    module, x = shaken(case.make()), tokens()
+    whole, end = module(x)
+    state, outs = None, []
+    for piece in x.split(list(pieces), 1):
+        out, state = module(piece, state)
+        outs.append(out)
+    close(torch.cat(outs, 1), whole, 1e-12)
+    close(state, end, 1e-12)
+
+
+@cases
+def test_gradients_go_through_the_state(case: Case):
+    """Published, the kernel cut them there."""
+    module, x = shaken(case.make()), tokens().requires_grad_()
+    cotangent = torch.randn(B, T, C)
+    (expected,) = torch.autograd.grad(module(x)[0], x, cotangent)
+    first, state = module(x[:, :6])
+    second, _ = module(x[:, 6:], state)
+    (found,) = torch.autograd.grad(torch.cat([first, second], 1), x, cotangent)
+    close(found, expected)
+
+
+@cases
+@forms
+def test_nothing_sees_what_comes_later(case: Case, form: str):
+    module, x = shaken(case.make()), tokens()
+    other = x.clone()
+    other[:, 6:] += 1
+    (out, _), (changed, _) = module(x, form=form), module(other, form=form)
+    close(changed[:, :6], out[:, :6], 1e-12)
+    assert (changed[:, 6:] - out[:, 6:]).abs().amax((0, 2)).min() > 1e-4
+
+
+MASKS = {
+    "left": [[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * T],
+    "right": [[1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]],
+    "interior": [[1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0]],
+    "none there": [[0] * T, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]],
+}
+masks = pytest.mark.parametrize("mask", MASKS)
+
+
+@cases
+@masks
+@pytest.mark.parametrize("begun", [False, True], ids=["from the start", "from a state"])
+def test_padding_is_as_if_it_were_not_there(case: Case, mask: str, begun: bool):
+    """Left, right and interior; published, padding behind or between tokens went on decaying the state."""
+    module, x, there = shaken(case.make()), tokens(), torch.tensor(MASKS[mask]).bool()
+    before = module(tokens(5))[1] if begun else None
+    found, state = module(x, before, there)
+    for b in range(B):
+        alone = None if before is None else tree_map(lambda t, b=b: t[b : b + 1], before)
+        out, end = module(x[b : b + 1, there[b]], alone)
+        close(found[b : b + 1, there[b]], out, 1e-12)
+        own = tree_map(lambda t, b=b: t[b : b + 1], state)
+        if isinstance(module, Recurrent):
+            close(own, end, 1e-12)
+        close(module.step(x[:1, 0], own)[0], module.step(x[:1, 0], end)[0], 1e-12)
+        assert not found[b, ~there[b]].any()
+
+
+@cases
+def test_padding_has_no_gradient_and_spoils_nothing(case: Case):
+    module, x, there = shaken(case.make()), tokens(), torch.tensor(MASKS["interior"]).bool()
+    x[~there] = torch.nan
+    x.requires_grad_()
+    out, state = module(x, mask=there)
+    total = out.square().sum() + sum(t.square().sum() for t in tree_leaves(state) if t.is_floating_point())
+    grad, *rest = torch.autograd.grad(total, [x, *module.parameters()])
+    assert not grad[~there].any() and grad[there].abs().amax(-1).min() > 0
+    assert all(g.isfinite().all() for g in rest)
+
+
+@cases
+def test_a_full_mask_is_none(case: Case):
+    """Published, a mask with a one or a zero in it could be refused, depending on the number of the padding token."""
+    module, x = shaken(case.make()), tokens()
+    close(module(x, mask=torch.ones(B, T, dtype=torch.bool)), module(x), 1e-12)
+
+
+@cases
+def test_samples_are_independent(case: Case):
+    module, x = shaken(case.make()), tokens()
+    whole, state = module(x)
+    alone, own = module(x[:1])
+    close(whole[:1], alone, 1e-12)
+    close(tree_map(lambda t: t[:1], state), own, 1e-12)
+
+
+@cases
+def test_rows_of_a_state_can_be_chosen(case: Case):
+    """As a beam search does; published, this broke."""
+    module, x, rows = shaken(case.make()), tokens(), torch.tensor([1, 1, 0])
+    _, state = module(x[:, :6])
+    found, _ = module(x[rows, 6:], tree_map(lambda t: t[rows], state))
+    close(found, module(x)[0][rows, 6:], 1e-12)
+
+
+@cases
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nothing_is_changed_in_place(case: Case, grad: bool, dtype: torch.dtype):
+    """A state can be used twice; published, a step changed it, and the mask the layer before."""
+    module = shaken(case.make()).to(dtype)
+    x, there = tokens().to(dtype), torch.tensor(MASKS["interior"]).bool()
+    with torch.set_grad_enabled(grad):
+        _, state = module(x[:, :6])
+        kept = copy.deepcopy((x, tree_map(Tensor.detach, state)))
+        first, _ = module.step(x[:, 6], state)
+        module(x, state, there)
+        second, _ = module.step(x[:, 6], state)
+    assert torch.equal(first, second)
+    assert torch.equal(kept[0], x)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(kept[1]), tree_leaves(state), strict=True))
+    assert {key: value for key, value in vars(module).items() if torch.is_tensor(value)} == {}
+
+
+@cases
+def test_the_size_of_the_state_is_what_is_kept(case: Case):
+    module = case.make()
+    for length in (1, 7, 70):
+        with torch.no_grad():
+            _, state = module(tokens(length))
+            _, state = module.step(tokens()[:, 0], state)
+        leaves = tree_leaves(state)
+        assert sum(t.numel() for t in leaves) == B * module.state_size(length + 1)
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in leaves)  # and holds on to nothing larger
+    if isinstance(module, Recurrent):
+        assert module.state_size(1) == module.state_size(1 << 20)
+
+
+@cases
+def test_every_parameter_gets_a_gradient(case: Case):
+    for module in (case.make(), shaken(case.make())):
+        (module(tokens())[0] * torch.randn(B, T, C)).sum().backward()
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().max() > 1e-12, name
+
+
+@cases
+def test_copies_are_independent(case: Case):
+    module, x = shaken(case.make()), tokens()
+    before, twin = module(x)[0], copy.deepcopy(module)
+    twin.load_state_dict({key: torch.randn_like(t) for key, t in module.state_dict().items()})
+    assert torch.equal(module(x)[0], before) and not torch.equal(twin(x)[0], before)
+
+
+@cases
+def test_weights_are_what_is_computed_with(case: Case):
+    """The map is causal and applied to the values gives what the recurrence reads; the row says what is what."""
+    module, x = shaken(case.make()), tokens()
+    found = module.weights(x)
+    assert found["attention"].shape == (B, module.heads, T, T)
+    assert not found["attention"].triu(1).any()
+    if not isinstance(module, Recurrent):
+        assert found["attention"].sum(-1).allclose(torch.ones(()))
+        return
+    q, k, v, g = (found[name] for name in "qkvg")
+    read = []
+    for h in range(module.heads):
+        decays = g[:, :, h] if g.ndim == 4 else g[:, :, h, None].expand(-1, -1, q.shape[-1])
+        rows = (oracle.recurrence(*(t[b] for t in (q[:, :, h], k[:, :, h], v[:, :, h], decays.exp())), module.scale)
+                for b in range(B))  # fmt: skip
+        read.append(torch.stack([torch.stack(row) for row in rows]))
+    expected = torch.stack(read, 1)
+    if case.method == "linear_attention":
+        assert found["attention"].sum(-1).allclose(torch.ones(()))
+        expected = expected / (q.transpose(1, 2) * k.cumsum(1).transpose(1, 2)).sum(-1, keepdim=True)
+    close(found["attention"] @ v.transpose(1, 2), expected)
+
+
+@cases
+def test_the_row_is_what_the_parts_depend_on(case: Case):
+    """Measured: a part is of the input where two inputs have two of it."""
+    module = shaken(case.make())
+    if not isinstance(module, Recurrent):
+        return
+    first, second = module.weights(tokens()), module.weights(tokens())
+    moves = {name: not torch.allclose(first[name], second[name]) for name in "qkvg"}
+    for name, origin in zip("qkvg", module.row, strict=True):
+        assert moves[name] == (origin in ("input", "decay")), name
+    g = first["g"] if first["g"].ndim == 4 else first["g"][..., None]
+    assert torch.allclose(first["k"], (1 - g.exp()).expand_as(first["k"])) == (module.row.key == "decay")
+    assert (not first["g"].any()) == (module.row.decay == "one")
+
+
+@cases
+@forms
+@pytest.mark.parametrize("lowered", ["autocast", "weights"])
+def test_half_precision_is_finite(case: Case, form: str, lowered: str):
+    module, x = case.make().float(), tokens(64).float()
+    module, x = (module.bfloat16(), x.bfloat16()) if lowered == "weights" else (module, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered == "autocast"):
+        out, state = module(x, form=form)
+        stepped, _ = module.step(x[:, 0], state)
+    assert stepped.dtype == out.dtype
+    if isinstance(module, Recurrent):
+        assert state.memory.dtype == torch.float32
+    out.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+@graphs
+@pytest.mark.medium
+def test_compiles_as_one_graph(case: Case):
+    torch._dynamo.reset()
+    module, x = shaken(case.make()).float(), tokens().float().requires_grad_()
+    there = torch.tensor(MASKS["interior"]).bool()
+    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for mask in (None, there):
+        expected, state = module(x, mask=mask)
+        found, reached = whole(x, mask=mask)
+        torch.testing.assert_close((found, reached), (expected, state))
+        grads = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    step = torch.compile(module.step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        given = x[:, 0].detach(), tree_map(Tensor.detach, state)
+        torch.testing.assert_close(step(*given), module.step(*given))
+
+
+@graphs
+@pytest.mark.medium
+def test_exports(case: Case):
+    module = shaken(case.make()).float().requires_grad_(False)
+    batch = Dim("batch", max=64)
+    program = export(module, (tokens().float(),), dynamic_shapes=({0: batch},))
+    assert not [node.target for node in program.graph.nodes if "lineattn" in str(node.target)]
+    x = torch.randn(3, T, C).float()
+    torch.testing.assert_close(program.module()(x), module(x), rtol=1e-5, atol=1e-5)
+
+
+@cases
+def test_what_does_not_fit_is_refused(case: Case):
+    module, x = case.make(), tokens()
+    for wrong, message in (
+        (x.mT, "tokens are"),
+        (x[:, 0], "for step"),
+        (torch.randn(B, T, C + 1), "tokens are"),
+    ):
+        with pytest.raises(InputError, match=message):
+            module(wrong)
+    with pytest.raises(InputError, match="one token is"):
+        module.step(x)
+    with pytest.raises(InputError, match="one a position"):
+        module(x, mask=torch.ones(B, T))
+    with pytest.raises(InputError, match="form is 'fast'"):
+        module(x, form="fast")
+    with pytest.raises(InputError, match="state"):
+        module(x[:1], module(x)[1])
+    with pytest.raises(InputError, match="heads is 3"):
+        type(module)(C, heads=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("gla", {"rank": 0}), "rank is 0"),
+        (Case("gla", {"tau": -1.0}), "tau is -1.0"),
+        (Case("gla", {"key_width": 5}), "key_width is 5"),
+        (Case("retention", {"heads": 8}), "no pairs to rotate"),
+        (Case("retention", {"value_width": 3}), "value_width is 3"),
+        (Case("softmax_attention", {"heads": 8}), "no pairs to rotate"),
+    ],
+)
+def test_arguments_are_checked(case: Case, message: str):
+    with pytest.raises(InputError, match=message):
+        case.make()
+
+
+def test_parameters_of_the_kin():
+    """GLA's decays cost 16 (C + C / 2) and a bias; RetNet's values are twice as wide."""
+    counts = {"gla": 4 * C**2 + C + 24 * C + C // 2, "retention": 8 * C**2, "linear_attention": 4 * C**2}
+    for method, expected in {**counts, "softmax_attention": 4 * C**2}.items():
+        assert sum(p.numel() for p in Case(method).make().parameters()) == expected, method
+
+
+def test_a_fixed_decay_is_the_published_one():
+    g = Case("retention", {"heads": 4}).make().weights(tokens())["g"]
+    close(g.exp(), torch.tensor([1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]).expand_as(g), 1e-12)

@@ -1,0 +1,187 @@
+"""Attention over the tokens of a sequence, from its formulas: row by row, token by token, head by head; in float64.
+
+A module gives its parameters and what it was built with; nothing else of it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sigmoid(y: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-y))
+
+
+def silu(y: Tensor) -> Tensor:
+    return y * sigmoid(y)
+
+
+def of_head(y: Tensor, h: int, heads: int) -> Tensor:
+    width = len(y) // heads
+    return y[h * width : (h + 1) * width]
+
+
+def each_row(row: Any, module: Any, x: Tensor) -> Tensor:
+    """``row(module, tokens)`` on each sequence, a list of vectors in and out."""
+    return torch.stack([torch.stack(row(module, list(sequence))) for sequence in x])
+
+
+def convolved(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    if module.conv1d is None:
+        return tokens
+    filters = module.conv1d.weight[:, 0]
+    length = filters.shape[1]
+    out = []
+    for t in range(len(tokens)):
+        total = torch.zeros_like(tokens[0])
+        for back in range(min(length, t + 1)):
+            total = total + filters[:, length - 1 - back] * tokens[t - back]
+        out.append(silu(total))
+    return out
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, a: Tensor, scale: float) -> list[Tensor]:
+    """One head: rows of q, k, a of width K and of v; the state as the sum over what was written."""
+    state, out = torch.zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(q)):
+        state = a[t][:, None] * state + torch.outer(k[t], v[t])
+        out.append(scale * (q[t] @ state))
+    return out
+
+
+def metala(module: Any, x: Tensor) -> Tensor:
+    return each_row(_metala, module, x)
+
+
+def _metala(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    heads = module.heads
+    tokens = convolved(module, tokens)
+    read = [[] for _ in tokens]
+    for h in range(heads):
+        q, z, v = (
+            torch.stack([of_head(layer.weight @ x, h, heads) for x in tokens])
+            for layer in (module.q_proj, module.k_gate, module.v_proj)
+        )
+        a = sigmoid(z) ** (1 / module.tau)
+        k = 1 - a
+        if module.k_proj is not None:
+            k = torch.stack([of_head(module.k_proj.weight @ x, h, heads) for x in tokens])
+        for t, o in enumerate(recurrence(q, k, v, a, module.scale)):
+            if module.aug_balance is not None:
+                w = (q[t] * k[t] * of_head(module.aug_balance, h, heads)).sum()
+                o = (
+                    o
+                    + {"official": sigmoid(w * v[t]), "gated": sigmoid(w) * v[t], "linear": w * v[t]}[
+                        module.augmentation
+                    ]
+                )
+            if module.norm:
+                centred = o - o.mean()
+                o = centred / torch.sqrt((centred**2).mean() + 1e-5)
+            read[t].append(o)
+    out = []
+    for x, o in zip(tokens, read, strict=True):
+        y = torch.cat(o)
+        if module.g_proj is not None:
+            y = y * silu(module.g_proj.weight @ x + module.g_proj.bias)
+        out.append(module.out_proj.weight @ y)
+    return out
+
+
+def linear_attention(module: Any, x: Tensor) -> Tensor:
+    return each_row(_linear_attention, module, x)
+
+
+def _linear_attention(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    def feature(y: Tensor) -> Tensor:
+        return torch.where(y > 0, y + 1, torch.exp(y))
+
+    out = []
+    for t, x in enumerate(tokens):
+        heads = []
+        for h in range(module.heads):
+            q = feature(of_head(module.q_proj.weight @ x, h, module.heads))
+            above, below = 0, 0
+            for earlier in tokens[: t + 1]:
+                k = feature(of_head(module.k_proj.weight @ earlier, h, module.heads))
+                above = above + (q @ k) * of_head(module.v_proj.weight @ earlier, h, module.heads)
+                below = below + q @ k
+            heads.append(above / below)
+        out.append(module.out_proj.weight @ torch.cat(heads))
+    return out
+
+
+def turned(y: Tensor, position: int) -> Tensor:
+    """Pairs of channels as complex numbers, turned."""
+    width = len(y)
+    speeds = torch.tensor([10000 ** (-2 * j / width) for j in range(width // 2)])
+    return torch.complex(y[0::2], y[1::2]) * torch.exp(1j * position * speeds)
+
+
+def retention(module: Any, x: Tensor) -> Tensor:
+    return each_row(_retention, module, x)
+
+
+def _retention(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    out = []
+    for t, x in enumerate(tokens):
+        heads = []
+        for h in range(module.heads):
+            q, total = turned(of_head(module.q_proj.weight @ x, h, module.heads), t), 0
+            for s, earlier in enumerate(tokens[: t + 1]):
+                k = turned(of_head(module.k_proj.weight @ earlier, h, module.heads), s)
+                v = of_head(module.v_proj.weight @ earlier, h, module.heads)
+                score = (q.conj() * k).real.sum() / (module.channels // module.heads) ** 0.5
+                total = total + (1 - 2 ** (-5 - h)) ** (t - s) * score * v
+            centred = total - total.mean()
+            heads.append(centred / torch.sqrt((centred**2).mean() + 1e-5))
+        out.append(module.out_proj.weight @ (silu(module.g_proj.weight @ x) * torch.cat(heads)))
+    return out
+
+
+def gla(module: Any, x: Tensor) -> Tensor:
+    return each_row(_gla, module, x)
+
+
+def _gla(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    first, second = module.decay
+    read = [[] for _ in tokens]
+    for h in range(module.heads):
+        q, k, v = (
+            torch.stack([of_head(layer.weight @ x, h, module.heads) for x in tokens])
+            for layer in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        logits = [second.weight @ (first.weight @ x) + second.bias for x in tokens]
+        a = torch.stack([of_head(sigmoid(z) ** (1 / module.tau), h, module.heads) for z in logits])
+        for t, o in enumerate(recurrence(q, k, v, a, q.shape[1] ** -0.5)):
+            centred = o - o.mean()
+            read[t].append(centred / torch.sqrt((centred**2).mean() + 1e-5))
+    return [
+        module.out_proj.weight @ (silu(module.g_proj.weight @ x + module.g_proj.bias) * torch.cat(o))
+        for x, o in zip(tokens, read, strict=True)
+    ]
+
+
+def softmax_attention(module: Any, x: Tensor) -> Tensor:
+    return each_row(_softmax_attention, module, x)
+
+
+def _softmax_attention(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    width, out = module.channels // module.heads, []
+    for t, x in enumerate(tokens):
+        heads = []
+        for h in range(module.heads):
+            q = of_head(module.q_proj.weight @ x, h, module.heads)
+            above, below = 0, 0
+            for s, earlier in enumerate(tokens[: t + 1]):
+                k = of_head(module.k_proj.weight @ earlier, h, module.heads)
+                score = (turned(q, t).conj() * turned(k, s)).real.sum() if module.rotary else q @ k
+                weight = torch.exp(score / width**0.5)
+                above = above + weight * of_head(module.v_proj.weight @ earlier, h, module.heads)
+                below = below + weight
+            heads.append(above / below)
+        out.append(module.out_proj.weight @ torch.cat(heads))
+    return out
