@@ -15,18 +15,15 @@ from lightning.pytorch import Callback
 from lineattn.analysis.cost import count_macs, count_params
 from lineattn.analysis.runs import ATTENTION_KEYS
 from lineattn.cli.task_options import TaskCLI
+from lineattn.cli.task_predict import PREDICTIONS
 from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 from lineattn.measure import environment
-from lineattn.models.segmentation import SegmentationNetwork
 from lineattn.ops import native
-from lineattn.tasks import console, predict, seg_predict
+from lineattn.tasks import console
 from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
-from lineattn.tasks.data.images import ImageData
-from lineattn.tasks.data.scenes import SceneData
-from lineattn.tasks.data.source import Files, Source
-from lineattn.tasks.ranges import require
-from lineattn.tasks.tiles import Tiled
+from lineattn.tasks.data.source import Source
+from lineattn.tasks.predict import find_images
 
 _NO_SPLIT = {"val": "pass --data.val_fraction as in training", "test": "add a test/ folder, or validate instead"}
 
@@ -122,71 +119,14 @@ def _predict(cli: TaskCLI) -> dict[str, Any]:
     """Prints and writes what the network says of images."""
     if cli.config.input is None:
         raise InputError("--input is missing: name an image, a folder or a glob in quotes")
-    paths = predict.find_images(cli.config.input)
+    paths = find_images(cli.config.input)
     _restore(cli, _given(cli))
-    found, text = _PREDICT[cli.task](cli, paths)
+    found, text = PREDICTIONS[cli.task].run(cli, paths)
     written = cli.out / "predictions.csv"
     write_text(written, text)
     _skipped(cli)
     console.say(f"written: {written}")
     return found
-
-
-def _predict_classes(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
-    assert isinstance(cli.data, ImageData)
-    loader = cli.data.eval_loader(Files(paths, [0] * len(paths), cli.data.channels))
-    batches: Any = cli.trainer.predict(cli.module, dataloaders=loader)
-    found = predict.gather(paths, batches)
-    predict.show(found, cli.classes, cli.config.top)
-    probabilities = {str(one.path): dict(zip(cli.classes, one.probabilities, strict=True)) for one in found}
-    return probabilities, predict.as_csv(found, cli.classes)
-
-
-def _predict_masks(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
-    assert isinstance(cli.data, SceneData) and cli.stored is not None
-    scales: list[float] = cli.config.scales
-    require(bool(scales) and min(scales) > 0, "scales", scales, "one or more factors above 0")
-    precision = str(cli.trainer.precision)
-    if precision.endswith("-true") and precision != "32-true":
-        raise InputError(f"--trainer.precision {precision}: masks are predicted in 32-true or a mixed one, pass that")
-    device = cli.trainer.strategy.root_device
-    module = cli.module.to(device).eval()
-    with cli.trainer.precision_plugin.forward_context():
-        found = seg_predict.segment(
-            _tiled(cli, cli.data) or (lambda images: module(images.to(device))),
-            paths,
-            cli.data,
-            cli.classes,
-            cli.stored.get("palette"),
-            cli.out / "predictions",
-            keep_probabilities=cli.config.probabilities,
-            skip=cli.module.unreadable.note,
-            flips=cli.config.flips or (),
-            scales=scales,
-        )
-    seg_predict.show(found, cli.classes)
-    console.say(f"masks and overlays: {cli.out / 'predictions'}")
-    pixels = {str(one.path): dict(zip(cli.classes, one.pixels, strict=True)) for one in found}
-    return pixels, seg_predict.as_csv(found, cli.classes)
-
-
-def _tiled(cli: TaskCLI, data: SceneData) -> Tiled | None:
-    """The network in tiles, where they are asked for; says how that differs from the whole image."""
-    tile, overlap = cli.config.tile, cli.config.overlap
-    if not tile:
-        if overlap is not None:
-            raise InputError(f"--overlap {overlap} is that of tiles: give the side of one, --tile, too")
-        return None
-    if data.fit == "resize":
-        raise InputError(
-            f"--tile {tile}: this network sees images resized to squares of {data.image_size} pixels (--data.fit "
-            "resize), which have no tiles: leave --tile out"
-        )
-    net = cli.module.evaluated_net
-    assert isinstance(net, SegmentationNetwork)
-    tiled = Tiled(net, tile, overlap, channels=data.channels)
-    console.note(tiled.notice)
-    return tiled
 
 
 def _report(cli: TaskCLI, split: str, source: Source | None) -> dict[str, Any]:
@@ -307,5 +247,4 @@ def _skipped(cli: TaskCLI) -> None:
         console.note(f"{count} images could not be read and were skipped")
 
 
-_PREDICT = {"cls": _predict_classes, "seg": _predict_masks}
 _VERBS = {"fit": _fit, "validate": _validate, "test": _test, "predict": _predict}

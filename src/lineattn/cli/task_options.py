@@ -20,12 +20,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lineattn.analysis.runs import ATTENTION_KEYS
+from lineattn.cli.task_predict import PREDICTIONS
 from lineattn.errors import InputError, unknown
 from lineattn.tasks import console
 from lineattn.tasks.base import Task
 from lineattn.tasks.checkpoint import KEY, CheckpointIO, Checkpoints, load
 from lineattn.tasks.data.base import TaskData
-from lineattn.tasks.data.scenes import Flip
 from lineattn.tasks.kinds import kind
 from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
@@ -135,34 +135,7 @@ class TaskCLI(LightningCLI):
             parser.add_argument("--test_after_fit", type=bool, default=True, help="end with the test split")
         if self.verb == "predict":
             parser.add_argument("--input", type=str | None, default=None, help="an image, a folder or a glob")
-            if self.task == "cls":
-                parser.add_argument("--top", type=int, default=3, help="classes to print an image")
-            else:
-                parser.add_argument(
-                    "--probabilities", type=bool, default=False, help="write those of all classes too, as NumPy files"
-                )
-                parser.add_argument(
-                    "--tile", type=int, default=0, help="side of what the network sees at once; 0 for the whole image"
-                )
-                parser.add_argument(
-                    "--overlap",
-                    type=int | None,
-                    default=None,
-                    help="pixels that a tile sees beyond its own, on each side; by default as far as a pixel reaches "
-                    "in the network, but no more than a quarter of the tile",
-                )
-                parser.add_argument(
-                    "--flips",
-                    type=list[Flip] | None,
-                    default=None,
-                    help="see images mirrored too, horizontal, vertical or both, and take the mean",
-                )
-                parser.add_argument(
-                    "--scales",
-                    type=list[float],
-                    default=[1.0],
-                    help="factors of the images' size, such as [0.75, 1, 1.25], over which the mean is taken",
-                )
+            PREDICTIONS[self.task].options(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         args = _configs_first(args)

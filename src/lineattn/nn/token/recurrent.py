@@ -20,7 +20,7 @@ from lineattn.errors import InputError
 from lineattn.nn.token.base import Form, TokenMixer, exists
 from lineattn.ops.attention_map import attention_map, scan_parallel
 from lineattn.ops.convolution import causal_convolution
-from lineattn.ops.scan import scan, scan_chunked, scan_loop
+from lineattn.ops.scan import mask_padding, scan, scan_chunked, scan_loop
 
 _FORMS = {"auto": scan, "parallel": scan_parallel, "chunked": scan_chunked, "loop": scan_loop}
 
@@ -97,12 +97,9 @@ class Recurrent(TokenMixer):
     ) -> tuple[Tensor, RecurrentState]:
         x, recent = self._convolved(x, None if state is None else state.recent, lengths)
         parts = self.parts(x)
-        q, k, v, g = parts
-        if lengths is not None:  # no decay and nothing written: the state stays as it is
-            there = exists(lengths, x.shape[1])[..., None]
-            k, g = k.where(there[..., None], 0), g.where(there[..., None] if g.ndim == 4 else there, 0)
+        tokens = parts if lengths is None else mask_padding(*parts, exists(lengths, x.shape[1]))
         memory = None if state is None else state.memory
-        out, memory = _FORMS[form](q, k, v, g, scale=self.scale, initial_state=memory)
+        out, memory = _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
         memory = self.moved_on(memory, x.shape[1] if lengths is None else lengths)
         return self.read_out(x, out, parts), RecurrentState(memory, recent)
 

@@ -1,0 +1,130 @@
+"""What `lineattn predict TASK` takes and does: a pair of functions a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lineattn.errors import InputError
+from lineattn.models.segmentation import SegmentationNetwork
+from lineattn.tasks import console, predict, seg_predict
+from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.scenes import Flip, SceneData
+from lineattn.tasks.data.source import Files
+from lineattn.tasks.ranges import require
+from lineattn.tasks.tiles import Tiled
+
+if TYPE_CHECKING:
+    from lineattn.cli.task_options import TaskCLI
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How a task predicts.
+
+    Attributes:
+        options: Adds those that are its own.
+        run: Says what the network finds in images, and writes what is no table; returns what it found, and the table.
+    """
+
+    options: Callable[[LightningArgumentParser], None]
+    run: Callable[[TaskCLI, list[Path]], tuple[dict[str, Any], str]]
+
+
+def _class_options(parser: LightningArgumentParser) -> None:
+    parser.add_argument("--top", type=int, default=3, help="classes to print an image")
+
+
+def _predict_classes(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
+    assert isinstance(cli.data, ImageData)
+    loader = cli.data.eval_loader(Files(paths, [0] * len(paths), cli.data.channels))
+    batches: Any = cli.trainer.predict(cli.module, dataloaders=loader)
+    found = predict.gather(paths, batches)
+    predict.show(found, cli.classes, cli.config.top)
+    probabilities = {str(one.path): dict(zip(cli.classes, one.probabilities, strict=True)) for one in found}
+    return probabilities, predict.as_csv(found, cli.classes)
+
+
+def _mask_options(parser: LightningArgumentParser) -> None:
+    parser.add_argument(
+        "--probabilities", type=bool, default=False, help="write those of all classes too, as NumPy files"
+    )
+    parser.add_argument(
+        "--tile", type=int, default=0, help="side of what the network sees at once; 0 for the whole image"
+    )
+    parser.add_argument(
+        "--overlap",
+        type=int | None,
+        default=None,
+        help="pixels that a tile sees beyond its own, on each side; by default as far as a pixel reaches in the "
+        "network, but no more than a quarter of the tile",
+    )
+    parser.add_argument(
+        "--flips",
+        type=list[Flip] | None,
+        default=None,
+        help="see images mirrored too, horizontal, vertical or both, and take the mean",
+    )
+    parser.add_argument(
+        "--scales",
+        type=list[float],
+        default=[1.0],
+        help="factors of the images' size, such as [0.75, 1, 1.25], over which the mean is taken",
+    )
+
+
+def _predict_masks(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
+    assert isinstance(cli.data, SceneData) and cli.stored is not None
+    scales: list[float] = cli.config.scales
+    require(bool(scales) and min(scales) > 0, "scales", scales, "one or more factors above 0")
+    precision = str(cli.trainer.precision)
+    if precision.endswith("-true") and precision != "32-true":
+        raise InputError(f"--trainer.precision {precision}: masks are predicted in 32-true or a mixed one, pass that")
+    device = cli.trainer.strategy.root_device
+    module = cli.module.to(device).eval()
+    with cli.trainer.precision_plugin.forward_context():
+        found = seg_predict.segment(
+            _tiled(cli, cli.data) or (lambda images: module(images.to(device))),
+            paths,
+            cli.data,
+            cli.classes,
+            cli.stored.get("palette"),
+            cli.out / "predictions",
+            keep_probabilities=cli.config.probabilities,
+            skip=cli.module.unreadable.note,
+            flips=cli.config.flips or (),
+            scales=scales,
+        )
+    seg_predict.show(found, cli.classes)
+    console.say(f"masks and overlays: {cli.out / 'predictions'}")
+    pixels = {str(one.path): dict(zip(cli.classes, one.pixels, strict=True)) for one in found}
+    return pixels, seg_predict.as_csv(found, cli.classes)
+
+
+def _tiled(cli: TaskCLI, data: SceneData) -> Tiled | None:
+    """The network in tiles, where they are asked for; says how that differs from the whole image."""
+    tile, overlap = cli.config.tile, cli.config.overlap
+    if not tile:
+        if overlap is not None:
+            raise InputError(f"--overlap {overlap} is that of tiles: give the side of one, --tile, too")
+        return None
+    if data.fit == "resize":
+        raise InputError(
+            f"--tile {tile}: this network sees images resized to squares of {data.image_size} pixels (--data.fit "
+            "resize), which have no tiles: leave --tile out"
+        )
+    net = cli.module.evaluated_net
+    assert isinstance(net, SegmentationNetwork)
+    tiled = Tiled(net, tile, overlap, channels=data.channels)
+    console.note(tiled.notice)
+    return tiled
+
+
+PREDICTIONS = {
+    "cls": Prediction(_class_options, _predict_classes),
+    "seg": Prediction(_mask_options, _predict_masks),
+}
