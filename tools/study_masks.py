@@ -72,7 +72,7 @@ def draw_overlays(folders: dict[str, Path], path: Path) -> None:
     rows = []
     for index in range(len(source)):
         batch = samples[0, index]
-        found = {name: predict(trained.net(batch.images))[0] for name, trained in nets.items()}
+        found = {name: predict(trained.net(batch.inputs))[0] for name, trained in nets.items()}
         ious = {name: _score(mask[None], batch.labels)["test/iou_fg"] for name, mask in found.items()}
         rows.append((sum(ious.values()) / len(ious), index, batch, found, ious))
     rows.sort(key=lambda row: -row[0])
@@ -82,7 +82,7 @@ def draw_overlays(folders: dict[str, Path], path: Path) -> None:
     grid = figure.subplots(len(chosen), 1 + len(nets), squeeze=False)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
     for line, (_, index, batch, found, ious) in zip(grid, chosen, strict=True):
-        picture = (batch.images[0] * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+        picture = (batch.inputs[0] * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
         titles = [f"test image {index}", *(f"{name}: IoU {ious[name]:.0f} %" for name in nets)]
         for axes, title, mask in zip(line, titles, [None, *found.values()], strict=True):
             axes.imshow(picture)

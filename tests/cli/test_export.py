@@ -144,7 +144,7 @@ def test_memories_are_folded_where_that_is_cheaper():
 
 
 def _trained(net, side=16):
-    return SimpleNamespace(net=net.eval(), data=SimpleNamespace(channels=1, image_size=side))
+    return SimpleNamespace(net=net.eval(), visual=SimpleNamespace(channels=1, image_size=side))
 
 
 class _Fixed(torch.nn.Module):

@@ -111,7 +111,7 @@ def test_a_run_is_profiled_by_its_checkpoint(tmp_path, monkeypatch, capsys):
 @pytest.mark.medium
 def test_a_run_of_another_network_is_profiled_alone(tmp_path, monkeypatch, capsys):
     arguments = {"name": "resnet18", "attn": "mrla_light", "init": "paper", "num_classes": 3, "in_chans": 1}
-    trained = SimpleNamespace(task="cls", arguments=arguments, data=SimpleNamespace(image_size=32))
+    trained = SimpleNamespace(task="cls", arguments=arguments, visual=SimpleNamespace(image_size=32))
     monkeypatch.setattr("lineattn.cli.restore.restore", lambda path: trained)
     assert profile("--ckpt_path", "x.ckpt", "--no_time", "--out", tmp_path) == 0
     rows = table(tmp_path / "profile.csv")

@@ -46,7 +46,7 @@ def few_digits(*, image_size, channels):
 
 def make_small(monkeypatch):
     """Small network, small data, no plot: a run takes a fraction of a second."""
-    monkeypatch.setattr("lineattn.tasks.base.create_model", tiny_net)
+    monkeypatch.setattr("lineattn.tasks.image.create_model", tiny_net)
     monkeypatch.setattr("lineattn.tasks.data.digits.load", few_digits)
     monkeypatch.setattr(Record, "plot", lambda self: None)
 

@@ -192,7 +192,7 @@ def test_a_sweep_holds_the_plain_network_too(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_has_no_plan_cannot_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineattn.tasks.base.create_model", tiny_net)
+    monkeypatch.setattr("lineattn.tasks.image.create_model", tiny_net)
     monkeypatch.setattr("lineattn.hosts.weights.find", unknown_family)
     with pytest.raises(InputError, match="no plan"):
         Classifier(freeze_trunk=True, classes=3)

@@ -88,6 +88,6 @@ def test_the_network_sees_in_prediction_what_it_sees_in_evaluation(fit: Any) -> 
     whole, dark = data(rescale=True, fit=fit), image() // 3
     class_probabilities(network, dark, whole)
     source = PixelPairs(dark[None], torch.zeros(1, *SIZE, dtype=torch.uint8))
-    assert torch.equal(seen[0], whole.samples(source, training=False)[0, 0].images)
+    assert torch.equal(seen[0], whole.samples(source, training=False)[0, 0].inputs)
     if fit == "crop":
         assert [seen[0].min().item(), seen[0].max().item()] == pytest.approx([0, 255])

@@ -73,7 +73,7 @@ def _images(trained: Trained, pattern: str | None, count: int) -> Tensor:
     from lineattn.tasks.data.source import Files
     from lineattn.tasks.predict import find_images
 
-    data = trained.data
+    data = trained.visual
     if pattern is None:
         source = data.splits.val if data.splits.val is not None else data.splits.test
         if source is None:
@@ -86,7 +86,7 @@ def _images(trained: Trained, pattern: str | None, count: int) -> Tensor:
     batches = [batch for batch in data.eval_loader(source)]
     if error := next((batch.error for batch in batches if batch.error), None):
         raise InputError(error.partition(", or pass ")[0])
-    images = torch.cat([batch.images for batch in batches])
+    images = torch.cat([batch.inputs for batch in batches])
     if not len(images):
         raise InputError("none of the images could be read")
     return images

@@ -95,7 +95,7 @@ def _write_safetensors(net: nn.Module, path: Path) -> None:
 
 
 def _describe(trained: Trained, kind: str, *, dynamic: bool) -> dict[str, Any]:
-    data = trained.data
+    data = trained.visual
     return {
         "create_model": trained.arguments,
         "classes": trained.classes,
@@ -117,10 +117,10 @@ def _program(trained: Trained, *, dynamic: bool) -> ExportedProgram:
 
     from lineattn.tasks.console import hush_libraries
 
-    net, side = trained.net, trained.data.image_size
+    net, side = trained.net, trained.visual.image_size
     # Of two sizes, neither so small that the last map is a pixel wide: its width would be taken for a constant.
     size = (side + 2 * _STEP, side + _STEP) if dynamic else (side, side)
-    example = torch.zeros(2, trained.data.channels, *size)
+    example = torch.zeros(2, trained.visual.channels, *size)
     if dynamic:
         _need_sizes(net, example, side)
     axes = {0: Dim.DYNAMIC, **({2: Dim.DYNAMIC, 3: Dim.DYNAMIC} if dynamic else {})}
@@ -138,10 +138,10 @@ def _need_own_size(program: ExportedProgram, trained: Trained) -> None:
     """A graph for any size leaves out those at which a map is one pixel wide, which may be the network's own."""
     import torch
 
-    side = trained.data.image_size
+    side = trained.visual.image_size
     try:
         with torch.no_grad():
-            program.module()(torch.zeros(2, trained.data.channels, side, side))
+            program.module()(torch.zeros(2, trained.visual.channels, side, side))
     except (AssertionError, RuntimeError) as error:
         raise InputError(
             f"--dynamic: at {side}x{side}, the size of training, a map is one pixel wide, and no graph for other sizes "
@@ -233,9 +233,9 @@ def _check(trained: Trained, path: Path, *, dynamic: bool) -> int:
     """Prints how far the file is from torch on random images; 1 if further than rounding explains."""
     import torch
 
-    side = trained.data.image_size
+    side = trained.visual.image_size
     size = (side, side + 2 * _STEP) if dynamic else (side, side)
-    images = torch.randn(3, trained.data.channels, *size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(3, trained.visual.channels, *size, generator=torch.Generator().manual_seed(0))
     found = _run_onnx(path, images) if path.suffix == ".onnx" else _run_torch(path, images)
     with torch.no_grad():
         expected = trained.net(images)

@@ -172,7 +172,7 @@ def _plan_of_run(options: argparse.Namespace) -> Plan:
     methods: dict[str, dict[str, Any]] = {"none": {}}
     if attn != "none":
         methods[attn] = {key: value for key, value in trained.arguments.items() if key not in plain}
-    shape = (options.batch, plain["in_chans"], trained.data.image_size, trained.data.image_size)
+    shape = (options.batch, plain["in_chans"], trained.visual.image_size, trained.visual.image_size)
     family = re.fullmatch(r"resnet(\d+)(|_bottleneck)_cifar", plain["name"])
     if family is None:
         if options.depths is not None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from lineattn.errors import InputError
 from lineattn.tasks.base import Task
 from lineattn.tasks.checkpoint import KEY, load
-from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.data.base import TaskData, VisualData
 from lineattn.tasks.kinds import kind
 from lineattn.tasks.optim import Optim
 
@@ -33,6 +34,17 @@ class Trained:
     task: str
     data: TaskData
 
+    @property
+    def visual(self) -> VisualData:
+        """The data of a network that sees images.
+
+        Raises:
+            InputError: It sees none.
+        """
+        if not isinstance(self.data, VisualData):
+            raise InputError(f"the checkpoint is of the task {self.task}: this command is for networks that see images")
+        return self.data
+
 
 def restore(path: Path) -> Trained:
     """Builds the network of a checkpoint and loads its weights.
@@ -46,6 +58,6 @@ def restore(path: Path) -> Trained:
     make_module: Any = kind(task).module
     data: TaskData = make_data(**config["data"], seed=config["seed_everything"])
     model = {**config["model"], "trunk": None}
-    module: Task = make_module(**model, classes=len(classes), in_chans=data.channels, optim=Optim(**config["optim"]))
+    module: Task = make_module(**model, **data.for_model(classes), optim=Optim(**config["optim"]))
     module.load_state_dict(found["state_dict"])
     return Trained(module.evaluated_net.eval(), module.arguments, classes, task, data)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
@@ -23,7 +22,6 @@ from lineattn.ops import native
 from lineattn.tasks import console
 from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
 from lineattn.tasks.data.source import Source
-from lineattn.tasks.predict import find_images
 
 _NO_SPLIT = {"val": "pass --data.val_fraction as in training", "test": "add a test/ folder, or validate instead"}
 
@@ -116,13 +114,11 @@ def _test(cli: TaskCLI) -> dict[str, Any]:
 
 
 def _predict(cli: TaskCLI) -> dict[str, Any]:
-    """Prints and writes what the network says of images."""
-    if cli.config.input is None:
-        raise InputError("--input is missing: name an image, a folder or a glob in quotes")
-    paths = find_images(cli.config.input)
+    """Prints and writes what the network says of what it is given."""
     _restore(cli, _given(cli))
-    found, text = PREDICTIONS[cli.task].run(cli, paths)
-    written = cli.out / "predictions.csv"
+    prediction = PREDICTIONS[cli.task]
+    found, text = prediction.run(cli)
+    written = cli.out / prediction.writes
     write_text(written, text)
     _skipped(cli)
     console.say(f"written: {written}")
@@ -136,9 +132,11 @@ def _report(cli: TaskCLI, split: str, source: Source | None) -> dict[str, Any]:
     found = _evaluate(cli, split)
     if cli.trainer.is_global_zero:
         written = cli.out / f"{split}.json"
-        write_json(written, found | {"checkpoint": str(cli.ckpt_path), "images": cli.module.evaluated})
+        write_json(written, found | {"checkpoint": str(cli.ckpt_path), cli.module.counted: cli.module.evaluated})
         console.table(
-            f"{split}: {cli.module.evaluated} images", ["metric", "value"], [[k, f"{v:.4f}"] for k, v in found.items()]
+            f"{split}: {cli.module.evaluated:,} {cli.module.counted}",
+            ["metric", "value"],
+            [[k, f"{v:.4f}"] for k, v in found.items()],
         )
         _skipped(cli)
         console.say(f"written: {written}")
@@ -181,9 +179,9 @@ def _header(cli: TaskCLI) -> None:
             "run folder": str(cli.out),
             "settings": str(cli.out / "config.yaml"),
             "device": f"{cli.trainer.strategy.root_device}, precision {cli.trainer.precision}",
-            "images": ", ".join(f"{len(source)} {name}" for name, source in counts.items() if source is not None),
-            "classes": classes,
-            "network": f"{model.name}, attention {model.attn}, {count_params(cli.module.net):,} parameters",
+            cli.data.unit: ", ".join(f"{len(source)} {name}" for name, source in counts.items() if source is not None),
+            **({"classes": classes} if classes else {}),
+            "network": f"{cli.network}, attention {model.attn}, {count_params(cli.module.net):,} parameters",
             **({"goes on from": str(cli.ckpt_path)} if cli.ckpt_path else {}),
         }
     )
@@ -191,19 +189,18 @@ def _header(cli: TaskCLI) -> None:
 
 def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) -> dict[str, Any]:
     net = cli.module.net.eval()
-    size = cli.data.image_size
     recipe = {key: value for key, value in cli.settings.items() if key != "seed_everything"}
     recipe["model"] = {key: value for key, value in recipe["model"].items() if f"model.{key}" not in ATTENTION_KEYS}
     peak = cli.recorder.peak_mib
     return {
         "task": cli.task,
         "status": "done" if _ran_to_its_end(cli) else "stopped",
-        "model": cli.config.model.name,
+        "model": cli.network,
         "attn": cli.config.model.attn,
         "metric": cli.module.metric,
         "params": count_params(net),
         "trainable_params": count_params(net, trainable=True),
-        "macs": count_macs(net, torch.zeros(1, cli.data.channels, size, size)),
+        "macs": count_macs(net, cli.data.example()),
         "peak_memory_mib": None if peak is None else round(peak, 2),
         "peak_memory_of": "saved tensors, parameters, gradients" if _on_cpu(cli) else "allocator",
         "seconds_per_epoch": cli.recorder.seconds_per_epoch(),
@@ -244,7 +241,7 @@ def _footer(cli: TaskCLI, summary: dict[str, Any]) -> None:
 
 def _skipped(cli: TaskCLI) -> None:
     if count := len(cli.module.unreadable.messages):
-        console.note(f"{count} images could not be read and were skipped")
+        console.note(f"{count} {cli.data.unit} could not be read and were skipped")
 
 
 _VERBS = {"fit": _fit, "validate": _validate, "test": _test, "predict": _predict}

@@ -118,7 +118,7 @@ class TaskCLI(LightningCLI):
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(Trainer, "trainer")
         parser.set_defaults({f"trainer.{key}": value for key, value in self.trainer_defaults.items()})
-        given: set[str | int] = {"classes", "in_chans", "optim", "seed", *self.kind.data.of_model}
+        given: set[str | int] = {"optim", "seed", *self.kind.data.of_model}
         parser.add_class_arguments(self.kind.module, "model", skip=given, instantiate=False)
         parser.add_class_arguments(self.kind.data, "data", skip={"seed"}, instantiate=False)
         parser.add_class_arguments(Optim, "optim", instantiate=False)
@@ -134,7 +134,7 @@ class TaskCLI(LightningCLI):
             )
             parser.add_argument("--test_after_fit", type=bool, default=True, help="end with the test split")
         if self.verb == "predict":
-            parser.add_argument("--input", type=str | None, default=None, help="an image, a folder or a glob")
+            parser.add_argument("--input", type=str | None, default=None, help=PREDICTIONS[self.task].input)
             PREDICTIONS[self.task].options(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -242,9 +242,7 @@ class TaskCLI(LightningCLI):
         module: Any = self.kind.module
         self.module: Task = module(
             **model,
-            **{key: getattr(self.data, key) for key in self.data.of_model},
-            classes=len(self.classes),
-            in_chans=self.data.channels,
+            **self.data.for_model(self.classes),
             optim=Optim(**config.optim.as_dict()),
             seed=self.seed,
         )
@@ -299,7 +297,12 @@ class TaskCLI(LightningCLI):
             here = self.ckpt_path.parent
             return here.parent if here.name == "checkpoints" else here
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / self.task / f"{stamp}-{self.config.model.name.replace('/', '-')}-{self.config.model.attn}"
+        return Path("runs") / self.task / f"{stamp}-{self.network.replace('/', '-')}-{self.config.model.attn}"
+
+    @property
+    def network(self) -> str:
+        """The network's name; that of a task is the same for all its networks."""
+        return self.config.model.get("name") or self.task
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -27,20 +27,31 @@ class Prediction:
     """How a task predicts.
 
     Attributes:
+        input: What `--input` is, for the help.
         options: Adds those that are its own.
-        run: Says what the network finds in images, and writes what is no table; returns what it found, and the table.
+        run: Says what the network makes of the input, and writes it; returns what it found, and the text of a file of
+            that name, if there is one.
     """
 
+    input: str
     options: Callable[[LightningArgumentParser], None]
-    run: Callable[[TaskCLI, list[Path]], tuple[dict[str, Any], str]]
+    run: Callable[[TaskCLI], tuple[dict[str, Any], str]]
+    writes: str = "predictions.csv"
 
 
 def _class_options(parser: LightningArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=3, help="classes to print an image")
 
 
-def _predict_classes(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
+def _images(cli: TaskCLI) -> list[Path]:
+    if cli.config.input is None:
+        raise InputError("--input is missing: name an image, a folder or a glob in quotes")
+    return predict.find_images(cli.config.input)
+
+
+def _predict_classes(cli: TaskCLI) -> tuple[dict[str, Any], str]:
     assert isinstance(cli.data, ImageData)
+    paths = _images(cli)
     loader = cli.data.eval_loader(Files(paths, [0] * len(paths), cli.data.channels))
     batches: Any = cli.trainer.predict(cli.module, dataloaders=loader)
     found = predict.gather(paths, batches)
@@ -77,8 +88,9 @@ def _mask_options(parser: LightningArgumentParser) -> None:
     )
 
 
-def _predict_masks(cli: TaskCLI, paths: list[Path]) -> tuple[dict[str, Any], str]:
+def _predict_masks(cli: TaskCLI) -> tuple[dict[str, Any], str]:
     assert isinstance(cli.data, SceneData) and cli.stored is not None
+    paths = _images(cli)
     scales: list[float] = cli.config.scales
     require(bool(scales) and min(scales) > 0, "scales", scales, "one or more factors above 0")
     precision = str(cli.trainer.precision)
@@ -124,7 +136,8 @@ def _tiled(cli: TaskCLI, data: SceneData) -> Tiled | None:
     return tiled
 
 
+_IMAGES = "an image, a folder or a glob"
 PREDICTIONS = {
-    "cls": Prediction(_class_options, _predict_classes),
-    "seg": Prediction(_mask_options, _predict_masks),
+    "cls": Prediction(_IMAGES, _class_options, _predict_classes),
+    "seg": Prediction(_IMAGES, _mask_options, _predict_masks),
 }

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lineattn.tasks.base import Task
 from lineattn.tasks.data.dataset import Batch
 from lineattn.tasks.data.transforms import batch_mixing
+from lineattn.tasks.image import ImageTask
 from lineattn.tasks.meter import Meter
 
 
-class Classifier(Task):
+class Classifier(ImageTask):
     """Trains and evaluates an image classifier.
 
     Args:
@@ -21,7 +21,7 @@ class Classifier(Task):
         classes: Number of classes.
         mixup: Strength of mixup, 0 is off.
         cutmix: Strength of cutmix, 0 is off.
-        arguments: Those of `lineattn.tasks.base.Task`.
+        arguments: Those of `lineattn.tasks.image.ImageTask`.
     """
 
     metric = "acc1"
@@ -52,11 +52,11 @@ class Classifier(Task):
         meter.update(loss, outputs, target)
 
     def evaluate(self, batch: Batch) -> None:
-        logits = self(batch.images).float()
-        self.note(self.eval_meter, cross_entropy(logits, batch.labels), logits, batch.labels)
+        logits = self(batch.inputs).float()
+        self.note(self.eval_meter, cross_entropy(logits, batch.targets), logits, batch.targets)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """Places in the data set and class probabilities, (B,) and (B, classes)."""
         if not len(batch.index):
-            return batch.index, batch.images.new_empty(0, 0)
-        return batch.index, self(batch.images).float().softmax(1)
+            return batch.index, batch.inputs.new_empty(0, 0)
+        return batch.index, self(batch.inputs).float().softmax(1)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.tasks.base import Task
 from lineattn.tasks.data.dataset import Batch
+from lineattn.tasks.image import ImageTask
 from lineattn.tasks.seg_loss import BceDice, CrossEntropy, predict
 from lineattn.tasks.seg_meter import NAMES, SegMeter
 
 Loss = Literal["bce_dice", "cross_entropy"]
 
 
-class Segmenter(Task):
+class Segmenter(ImageTask):
     """Trains and evaluates a network that gives each pixel a class.
 
     Args:
@@ -26,7 +26,7 @@ class Segmenter(Task):
         class_weights: Weights of the classes in the cross-entropy, in their order.
         over: What the cross-entropy is the mean over: pixels that aren't ignored (`valid`), or `all`, as EANet's
             published code has it.
-        arguments: Those of `lineattn.tasks.base.Task`.
+        arguments: Those of `lineattn.tasks.image.ImageTask`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Segmenter(Task):
         meter.update(loss, predict(outputs), target)
 
     def evaluate(self, batch: Batch) -> None:
-        images, masks = batch.images, batch.labels
+        images, masks = batch.inputs, batch.targets
         parts = [(images, masks)] if isinstance(images, Tensor) else _by_size(images, masks)
         for part, target in parts:
             loss, logits = self.loss(part, target)

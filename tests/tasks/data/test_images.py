@@ -34,7 +34,7 @@ def module(root, **kwargs):
 def test_batches_have_the_networks_shape(root, augment):
     data = module(root, augment=augment, rand_augment=True, erasing=0.5)
     batches = list(data.train_dataloader())
-    assert [batch.images.shape for batch in batches] == [(4, 3, 16, 16)] * 3
+    assert [batch.inputs.shape for batch in batches] == [(4, 3, 16, 16)] * 3
     assert sorted(index for batch in batches for index in batch.index.tolist()) == list(range(12))
 
 
@@ -45,9 +45,9 @@ def test_workers_and_earlier_draws_change_nothing(root):
     torch.rand(7)
     shared = list(module(root, **kwargs, num_workers=2).train_dataloader())
     for mine, yours in zip(alone, shared, strict=True):
-        assert torch.equal(mine.images, yours.images) and torch.equal(mine.labels, yours.labels)
+        assert torch.equal(mine.inputs, yours.inputs) and torch.equal(mine.targets, yours.targets)
     other = list(module(root, **{**kwargs, "seed": 6}).train_dataloader())
-    assert not torch.equal(alone[0].images, other[0].images)
+    assert not torch.equal(alone[0].inputs, other[0].inputs)
 
 
 def test_reading_leaves_the_global_generator_alone(root):
@@ -70,14 +70,14 @@ def test_an_unreadable_image_stops_with_its_path_or_is_skipped_by_policy(root, d
         read("stop")
     assert "\n" not in str(caught.value)
     batches, unreadable = read("skip")
-    assert sum(len(batch.images) for batch in batches) == 11
+    assert sum(len(batch.inputs) for batch in batches) == 11
     assert [str(broken) in message for message in unreadable.messages] == [True]
 
 
 def test_grey_images_go_into_three_channels_and_colour_into_one(root):
     for channels in (1, 3):
         data = module(root, channels=channels)
-        assert next(iter(data.test_dataloader())).images.shape[1] == channels
+        assert next(iter(data.test_dataloader())).inputs.shape[1] == channels
         assert len(data.mean) == channels
 
 
@@ -86,8 +86,8 @@ def test_images_in_memory_meet_the_augmentation_too(monkeypatch):
     plain = ImageData(name="digits", batch_size=32)
     first, other = (next(iter(one.train_dataloader())) for one in (data, plain))
     assert first.index.tolist() == other.index.tolist()
-    assert first.images.shape == other.images.shape == (32, 1, 16, 16)
-    assert not torch.equal(first.images, other.images)
+    assert first.inputs.shape == other.inputs.shape == (32, 1, 16, 16)
+    assert not torch.equal(first.inputs, other.inputs)
 
 
 def test_the_digits_split_is_fixed_and_stratified():

@@ -21,7 +21,7 @@ def image(low: int, high: int, size: tuple[int, int] = (21, 34)) -> Tensor:
 
 def samples(data: SceneData, *images: Tensor, training: bool) -> list[Tensor]:
     source = PixelPairs(torch.stack(images), torch.zeros(len(images), *images[0].shape[1:], dtype=torch.uint8))
-    return [data.samples(source, training=training)[0, index].images[0] for index in range(len(images))]
+    return [data.samples(source, training=training)[0, index].inputs[0] for index in range(len(images))]
 
 
 def data(**options) -> SceneData:
@@ -68,7 +68,7 @@ def test_a_crop_keeps_the_range_of_its_image():
     values: set[float] = set()
     for epoch in range(20):
         source = PixelPairs(halves[None], torch.zeros(1, 40, 80, dtype=torch.uint8))
-        values |= set(options.samples(source, training=True)[epoch, 0].images[0][1].flatten().round().tolist())
+        values |= set(options.samples(source, training=True)[epoch, 0].inputs[0][1].flatten().round().tolist())
     assert values == {30, 80}
 
 

@@ -50,7 +50,7 @@ def look(out: Path) -> Seen:
     found = []
     with torch.no_grad():
         for batch in trained.data.eval_loader(test):
-            probability, predicted = trained.net(batch.images).softmax(1).max(1)
+            probability, predicted = trained.net(batch.inputs).softmax(1).max(1)
             for place, p, name in zip(batch.index.tolist(), probability.tolist(), predicted.tolist(), strict=True):
                 image = test.read(place)[0]
                 found.append(Digit(image.numpy().tobytes(), len(image), test.labels[place], name, p))

@@ -78,7 +78,7 @@ def look(out: Path) -> Seen:
     truth = torch.stack([mask for _, mask in pairs]).long()
     with torch.no_grad():
         found = {
-            attn: torch.cat([predict(one.net(batch.images)) for batch in data.eval_loader(splits.test)])
+            attn: torch.cat([predict(one.net(batch.inputs)) for batch in data.eval_loader(splits.test)])
             for attn, one in trained.items()
         }
     count = len(splits.classes)

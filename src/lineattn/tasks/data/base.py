@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lineattn.errors import InputError
@@ -35,15 +36,13 @@ class TaskData(LightningDataModule, ABC):
 
     resolved: ClassVar[tuple[str, ...]]
     """Options with a default that depends on others, under the names of the attributes that hold what it came to."""
-    of_model: ClassVar[tuple[str, ...]] = ()
-    """Options and facts that the network's training needs too."""
+    of_model: ClassVar[tuple[str, ...]]
+    """What the module is told of the data: attributes, or ``classes``, how many there are."""
     free: ClassVar[tuple[str, ...]] = ("root", "num_workers", "on_error")
     """Options that a run may go on with other values of."""
 
-    channels: int
-    image_size: int
-    mean: list[float]
-    std: list[float]
+    unit: ClassVar[str] = "images"
+    """What the samples are called."""
 
     def __init__(
         self, name: str, root: str | None, batch_size: int, num_workers: int | None, on_error: OnError, seed: int
@@ -56,14 +55,6 @@ class TaskData(LightningDataModule, ABC):
         require(batch_size >= 1, "data.batch_size", batch_size, "1 or more")
         require((num_workers or 0) >= 0, "data.num_workers", num_workers, "0 or more")
         self._splits: Splits[Any] | None = None
-
-    def per_channel(self, what: str, values: Sequence[float]) -> list[float]:
-        """An option with a value a channel; one value, or the mean for grey, stands for all."""
-        if len(values) == self.channels:
-            return list(values)
-        if len(values) == 1 or (values and self.channels == 1):
-            return [sum(values) / len(values)] * self.channels
-        raise InputError(f"--data.{what} has {len(values)} values for {self.channels} channels")
 
     @property
     def splits(self) -> Splits[Any]:
@@ -80,6 +71,15 @@ class TaskData(LightningDataModule, ABC):
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps of the data set beside the names of its classes."""
         return {}
+
+    def for_model(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Arguments of the task's module, given the names of the classes."""
+        values = {"classes": len(classes)}
+        return {key: values[key] if key in values else getattr(self, key) for key in self.of_model}
+
+    @abstractmethod
+    def example(self) -> Tensor:
+        """What the network gets for one sample, of zeros."""
 
     @abstractmethod
     def load(self) -> Splits[Any]:
@@ -140,6 +140,33 @@ class TaskData(LightningDataModule, ABC):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         done = 0 if progress.is_last_batch else progress.current.ready
         return self.trainer.fit_loop.epoch_progress.current.processed, done  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class VisualData(TaskData, ABC):
+    """Images in up to three splits."""
+
+    of_model = ("classes", "in_chans")
+
+    channels: int
+    image_size: int
+    mean: list[float]
+    std: list[float]
+
+    @property
+    def in_chans(self) -> int:
+        """The channels, by the name that networks have for them."""
+        return self.channels
+
+    def per_channel(self, what: str, values: Sequence[float]) -> list[float]:
+        """An option with a value a channel; one value, or the mean for grey, stands for all."""
+        if len(values) == self.channels:
+            return list(values)
+        if len(values) == 1 or (values and self.channels == 1):
+            return [sum(values) / len(values)] * self.channels
+        raise InputError(f"--data.{what} has {len(values)} values for {self.channels} channels")
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, self.channels, self.image_size, self.image_size)
 
 
 def _as_is(batch: Batch) -> Batch:

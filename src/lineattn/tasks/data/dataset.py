@@ -23,10 +23,10 @@ _SHOWN = 10  # unreadable images that are named one by one
 
 
 class Batch(NamedTuple):
-    """Images with labels and their places in the data set; what could not be read is a message instead."""
+    """Samples, what is asked of them, and their places in the data set; what could not be read is a message."""
 
-    images: Any
-    labels: Any
+    inputs: Any
+    targets: Any
     index: Tensor
     skipped: list[str]
     error: str | None = None
@@ -76,8 +76,8 @@ class Samples(Dataset[Batch], ABC):
         return self._batch(samples, kept, skipped)
 
     def _batch(self, samples: list[Any], kept: list[int], skipped: list[str], error: str | None = None) -> Batch:
-        images, labels = self.stacked(samples, kept)
-        return Batch(images, labels, torch.tensor(kept, dtype=torch.long), skipped, error)
+        inputs, targets = self.stacked(samples, kept)
+        return Batch(inputs, targets, torch.tensor(kept, dtype=torch.long), skipped, error)
 
     @abstractmethod
     def prepared(self, sample: Any) -> Any:
@@ -85,7 +85,7 @@ class Samples(Dataset[Batch], ABC):
 
     @abstractmethod
     def stacked(self, samples: list[Any], kept: list[int]) -> tuple[Any, Any]:
-        """Images and labels of a batch; there may be none."""
+        """Inputs and targets of a batch; there may be none."""
 
 
 class Images(Samples):
@@ -125,7 +125,7 @@ class Unreadable:
         """The batch, after noting what it lacks.
 
         Raises:
-            InputError: An image could not be read and the policy is to stop.
+            InputError: A file could not be read and the policy is to stop.
         """
         if batch.error is not None:
             raise InputError(batch.error)

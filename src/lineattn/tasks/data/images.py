@@ -6,7 +6,7 @@ import math
 
 from lineattn.errors import InputError, unknown
 from lineattn.tasks.data import cifar, digits, folder
-from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.data.base import VisualData
 from lineattn.tasks.data.dataset import Images, OnError
 from lineattn.tasks.data.source import Defaults, Pixels, Source, Splits, stratified
 from lineattn.tasks.data.transforms import Augment, geometry
@@ -20,7 +20,7 @@ NAMES: dict[str, Defaults] = {
 }
 
 
-class ImageData(TaskData):
+class ImageData(VisualData):
     """Images for classification.
 
     Args:
@@ -45,8 +45,8 @@ class ImageData(TaskData):
     """
 
     resolved = ("name", "image_size", "channels", "augment", "mean", "std", "crop")
-    of_model = ("mixup", "cutmix")
-    free = (*TaskData.free, "download", "crop")
+    of_model = (*VisualData.of_model, "mixup", "cutmix")
+    free = (*VisualData.free, "download", "crop")
 
     def __init__(
         self,

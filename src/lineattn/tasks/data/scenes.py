@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lineattn.errors import InputError, unknown
 from lineattn.tasks.data import seg_digits, seg_layouts
-from lineattn.tasks.data.base import TaskData
+from lineattn.tasks.data.base import VisualData
 from lineattn.tasks.data.dataset import OnError, Samples
 from lineattn.tasks.data.folder import DEFAULTS
 from lineattn.tasks.data.joint import Joint, joint
@@ -27,7 +27,7 @@ Flip = Literal["horizontal", "vertical"]
 _SIDES = {"folder": 256, "isic": 256, "voc": 512, "ade20k": 512, "cityscapes": 768, "digits": 64}
 
 
-class SceneData(TaskData):
+class SceneData(VisualData):
     """Images and masks for segmentation.
 
     Args:
