@@ -1,7 +1,8 @@
 """Attention whose cost grows linearly: over depth, over samples, over tokens.
 
 Names are imported when they are asked for, so that the command line answers at once. Where timm is loaded already, its
-networks with attention are registered in it, as `lineattn.timm` does.
+networks with attention are registered in it, as `lineattn.timm` does; and where transformers is, ours in it, as
+`lineattn.hf` does.
 """
 
 from __future__ import annotations
@@ -40,3 +41,5 @@ def __dir__() -> list[str]:
 
 if hasattr(sys.modules.get("timm"), "create_model"):  # not while timm itself is being imported
     importlib.import_module("lineattn.timm")
+if hasattr(sys.modules.get("transformers"), "AutoModel"):
+    importlib.import_module("lineattn.hf")
