@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ CASES = [
     Case("retention"),
     Case("retention", {"heads": 4, "value_width": 24}),
     Case("linear_attention"),
+    Case("hgrn2"),
+    Case("hgrn2", {"heads": 4, "lower_bound": 0.7}),
     Case("softmax_attention"),
     Case("softmax_attention", {"rotary": False}),
 ]
@@ -406,6 +409,7 @@ def test_what_does_not_fit_is_refused(case: Case):
         (Case("retention", {"heads": 8}), "no pairs to rotate"),
         (Case("retention", {"value_width": 3}), "value_width is 3"),
         (Case("softmax_attention", {"heads": 8}), "no pairs to rotate"),
+        (Case("hgrn2", {"lower_bound": 1.0}), "lower_bound is 1.0"),
     ],
 )
 def test_arguments_are_checked(case: Case, message: str):
@@ -415,11 +419,29 @@ def test_arguments_are_checked(case: Case, message: str):
 
 def test_parameters_of_the_kin():
     """GLA's decays cost 16 (C + C / 2) and a bias; RetNet's values are twice as wide."""
-    counts = {"gla": 4 * C**2 + C + 24 * C + C // 2, "retention": 8 * C**2, "linear_attention": 4 * C**2}
-    for method, expected in {**counts, "softmax_attention": 4 * C**2}.items():
+    counts = {
+        "gla": 4 * C**2 + C + 24 * C + C // 2,
+        "retention": 8 * C**2,
+        "linear_attention": 4 * C**2,
+        "softmax_attention": 4 * C**2,
+        "hgrn2": 4 * C**2 + C,
+    }
+    for method, expected in counts.items():
         assert sum(p.numel() for p in Case(method).make().parameters()) == expected, method
 
 
 def test_a_fixed_decay_is_the_published_one():
     g = Case("retention", {"heads": 4}).make().weights(tokens())["g"]
     close(g.exp(), torch.tensor([1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]).expand_as(g), 1e-12)
+
+
+def test_a_lower_bound_is_what_is_left_at_the_least():
+    """And digits of a decay are not lost at either end: near the bound, and near one."""
+    module = Case("hgrn2", {"lower_bound": 0.25}).make().float()
+    torch.nn.init.zeros_(module.f_proj.weight)
+    for logit, g, k in ((-200.0, math.log(0.25), 0.75), (30.0, -0.75 * math.exp(-30.0), 0.75 * math.exp(-30.0))):
+        with torch.no_grad():
+            module.f_proj.weight[:, 0] = logit
+        parts = module.parts(torch.eye(1, C, dtype=torch.float32)[None])
+        torch.testing.assert_close(parts.g, torch.full_like(parts.g, g), rtol=1e-5, atol=0)
+        torch.testing.assert_close(parts.k, torch.full_like(parts.k, k), rtol=1e-5, atol=0)

@@ -43,6 +43,10 @@ def convolved(module: Any, tokens: list[Tensor]) -> list[Tensor]:
     return out
 
 
+def rms_normed(y: Tensor, weight: Tensor) -> Tensor:
+    return weight * y / torch.sqrt((y**2).mean() + 1e-5)
+
+
 def recurrence(q: Tensor, k: Tensor, v: Tensor, a: Tensor, scale: float) -> list[Tensor]:
     """One head: rows of q, k, a of width K and of v; the state as the sum over what was written."""
     state, out = torch.zeros(k.shape[1], v.shape[1]), []
@@ -163,6 +167,23 @@ def _gla(module: Any, tokens: list[Tensor]) -> list[Tensor]:
         module.out_proj.weight @ (silu(module.g_proj.weight @ x + module.g_proj.bias) * torch.cat(o))
         for x, o in zip(tokens, read, strict=True)
     ]
+
+
+def hgrn2(module: Any, x: Tensor) -> Tensor:
+    return each_row(_hgrn2, module, x)
+
+
+def _hgrn2(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    read = [[] for _ in tokens]
+    for h in range(module.heads):
+        q, z, v = (
+            torch.stack([of_head(layer.weight @ x, h, module.heads) for x in tokens])
+            for layer in (module.q_proj, module.f_proj, module.i_proj)
+        )
+        a = module.lower_bound + (1 - module.lower_bound) * sigmoid(z)
+        for t, o in enumerate(recurrence(silu(q), 1 - a, v, a, 1.0)):
+            read[t].append(o)
+    return [module.out_proj.weight @ rms_normed(torch.cat(o), module.norm.weight) for o in read]
 
 
 def softmax_attention(module: Any, x: Tensor) -> Tensor:

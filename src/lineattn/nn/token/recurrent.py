@@ -128,6 +128,11 @@ def head_norm(out: Tensor) -> Tensor:
     return F.layer_norm(out, out.shape[3:], eps=1e-5)
 
 
+def rms_norm(out: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """``norm`` of ``(B, T, W)`` in the type of what was read, which under lower weights is wider than theirs."""
+    return F.rms_norm(out, norm.normalized_shape, norm.weight.to(out.dtype), norm.eps)
+
+
 def gated(x: Tensor, out: Tensor, gate: nn.Module | None, project: nn.Module) -> Tensor:
     """What was read, ``(B, T, h, V)``, through a gate from the tokens and the last projection, ``(B, T, C)``."""
     out = out.flatten(2)
