@@ -186,6 +186,31 @@ def _hgrn2(module: Any, tokens: list[Tensor]) -> list[Tensor]:
     return [module.out_proj.weight @ rms_normed(torch.cat(o), module.norm.weight) for o in read]
 
 
+def s4d(module: Any, x: Tensor) -> Tensor:
+    return each_row(_s4d, module, x)
+
+
+def _s4d(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    """As the convolution that it is: a filter a channel, each of its terms a power of the whole complex decay."""
+    out, width = [], module.channels // module.heads
+    matrix = torch.complex(-torch.exp(module.log_A_real), module.A_imag)
+    readers = torch.complex(module.C[..., 0], module.C[..., 1])
+    for t, x in enumerate(tokens):
+        channels = []
+        for c in range(module.channels):
+            h = c // width
+            step = torch.exp(module.log_dt[h])
+            decay = torch.exp(step * matrix[h])
+            held = readers[h] * (decay - 1) / matrix[h]
+            total = module.D[c] * x[c]
+            for s in range(t + 1):
+                total = total + 2 * (held * decay ** (t - s)).real.sum() * tokens[s][c]
+            channels.append(total * (1 + torch.erf(total / 2**0.5)) / 2)
+        y = module.out_proj.weight @ torch.stack(channels) + module.out_proj.bias
+        out.append(y[: module.channels] * sigmoid(y[module.channels :]))
+    return out
+
+
 def softmax_attention(module: Any, x: Tensor) -> Tensor:
     return each_row(_softmax_attention, module, x)
 

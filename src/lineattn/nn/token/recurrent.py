@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lineattn.errors import InputError
 from lineattn.nn.token.base import Form, TokenMixer, exists
@@ -56,6 +57,8 @@ class Recurrent(TokenMixer):
         key_width: Width of the keys of all heads.
         value_width: Width of the values of all heads, so many channels by default.
         conv: Length of the short convolution before everything else; 0 for none.
+        piece: Tokens at a time, in every form, with the memory handed on; what they are made of is made again for the
+            gradients. For methods whose parts are far wider than the tokens. ``None`` for all at once.
         scale: What queries are multiplied by, see `lineattn.ops.scan`.
     """
 
@@ -67,6 +70,7 @@ class Recurrent(TokenMixer):
         key_width: int,
         value_width: int | None = None,
         conv: int = 0,
+        piece: int | None = None,
         scale: float | None = None,
     ) -> None:
         super().__init__(channels, heads)
@@ -76,7 +80,7 @@ class Recurrent(TokenMixer):
                 raise InputError(f"{name} is {width}; it must be a multiple of the {heads} heads")
         if conv < 0:
             raise InputError(f"conv is {conv}; it must be the length of a convolution, or 0 for none")
-        self.key_width, self.value_width = key_width, value_width
+        self.key_width, self.value_width, self.piece = key_width, value_width, piece
         self.scale = (key_width // heads) ** -0.5 if scale is None else scale
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, bias=False) if conv else None
 
@@ -96,12 +100,30 @@ class Recurrent(TokenMixer):
         self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None, form: Form
     ) -> tuple[Tensor, RecurrentState]:
         x, recent = self._convolved(x, None if state is None else state.recent, lengths)
+        memory = None if state is None else state.memory
+        if self.piece is None or x.shape[1] <= self.piece:
+            out, after = self._recur(x, memory, lengths, form)
+            return out, RecurrentState(after, recent)
+        outs = []
+        for n, piece in enumerate(x.split(self.piece, 1)):
+            left = None if lengths is None else (lengths - n * self.piece).clamp(0, piece.shape[1])
+            if torch.is_grad_enabled():
+                out, memory = checkpoint(
+                    self._recur, piece, memory, left, form, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                out, memory = self._recur(piece, memory, left, form)
+            outs.append(out)
+        assert memory is not None
+        return torch.cat(outs, 1), RecurrentState(memory, recent)
+
+    def _recur(self, x: Tensor, memory: Tensor | None, lengths: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+        """What is put out, and the memory after; of tokens that have been through the convolution."""
         parts = self.parts(x)
         tokens = parts if lengths is None else mask_padding(*parts, exists(lengths, x.shape[1]))
-        memory = None if state is None else state.memory
-        out, memory = _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
-        memory = self.moved_on(memory, x.shape[1] if lengths is None else lengths)
-        return self.read_out(x, out, parts), RecurrentState(memory, recent)
+        out, after = _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
+        after = self.moved_on(after, x.shape[1] if lengths is None else lengths)
+        return self.read_out(x, out, parts), after
 
     def state_size(self, tokens: int) -> int:
         recent = 0 if self.conv1d is None else self.channels * (self.conv1d.kernel_size[0] - 1)
@@ -120,7 +142,12 @@ class Recurrent(TokenMixer):
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         """``(B, T, h * D) -> (B, T, h, D)``, at least float32."""
-        return [t.to(torch.promote_types(t.dtype, torch.float32)).unflatten(2, (self.heads, -1)) for t in tensors]
+        return [wide(t).unflatten(2, (self.heads, -1)) for t in tensors]
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float32 at least."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def head_norm(out: Tensor) -> Tensor:
