@@ -54,6 +54,8 @@ CASES = [
     Case("hgrn2", {"heads": 4, "lower_bound": 0.7}),
     Case("s4d", {"heads": C, "state_width": 4}),
     Case("s4d", {"state_width": 6}),
+    Case("mamba2", {"state_width": 5}),
+    Case("mamba2", {"heads": 4, "state_width": 3, "expand": 1, "conv": 0}),
     Case("softmax_attention"),
     Case("softmax_attention", {"rotary": False}),
 ]
@@ -442,6 +444,8 @@ def test_what_does_not_fit_is_refused(case: Case):
         (Case("softmax_attention", {"heads": 8}), "no pairs to rotate"),
         (Case("hgrn2", {"lower_bound": 1.0}), "lower_bound is 1.0"),
         (Case("s4d", {"state_width": 3}), "state_width is 3"),
+        (Case("mamba2", {"state_width": 0}), "state_width is 0"),
+        (Case("mamba2", {"expand": 0}), "expand is 0"),
     ],
 )
 def test_arguments_are_checked(case: Case, message: str):
@@ -457,6 +461,7 @@ def test_parameters_of_the_kin():
         "linear_attention": 4 * C**2,
         "softmax_attention": 4 * C**2,
         "hgrn2": 4 * C**2 + C,
+        "mamba2": 6 * C**2 + 2 * C * 128 + C * HEADS + 5 * (2 * C + 2 * 128) + 2 * C + 3 * HEADS,
         "s4d": 2 * C**2 + 3 * C + (2 * 64 + 1) * HEADS,
     }
     for method, expected in counts.items():
@@ -490,3 +495,12 @@ def test_s4d_starts_as_published():
     assert step.min() >= 0.001 and step.max() <= 0.1
     exact = (torch.exp(step[:, None] * torch.complex(-rate, speed)) - 1) / torch.complex(-rate, speed)
     close(module.parts(tokens(1)).k[0, 0].norm(dim=-1), exact.abs().square().sum(-1).sqrt())
+
+
+def test_mamba2_forgets_a_head_as_a_whole():
+    """One decay a head, between those of the start's slowest and fastest."""
+    module = Case("mamba2").make()
+    torch.nn.init.zeros_(module.in_proj.weight)
+    g = module.weights(tokens())["g"]
+    assert g.shape == (B, T, HEADS)
+    assert g.min() >= -0.1 * 16 - 1e-6 and g.max() <= -0.001 * 1 + 1e-6

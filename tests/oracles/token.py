@@ -39,7 +39,7 @@ def convolved(module: Any, tokens: list[Tensor]) -> list[Tensor]:
         total = torch.zeros_like(tokens[0])
         for back in range(min(length, t + 1)):
             total = total + filters[:, length - 1 - back] * tokens[t - back]
-        out.append(silu(total))
+        out.append(silu(total if module.conv1d.bias is None else total + module.conv1d.bias))
     return out
 
 
@@ -208,6 +208,31 @@ def _s4d(module: Any, tokens: list[Tensor]) -> list[Tensor]:
             channels.append(total * (1 + torch.erf(total / 2**0.5)) / 2)
         y = module.out_proj.weight @ torch.stack(channels) + module.out_proj.bias
         out.append(y[: module.channels] * sigmoid(y[module.channels :]))
+    return out
+
+
+def mamba2(module: Any, x: Tensor) -> Tensor:
+    return each_row(_mamba2, module, x)
+
+
+def _mamba2(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    heads, inner = len(module.D), len(module.norm.weight)
+    width, projected = inner // heads, [module.in_proj.weight @ x for x in tokens]
+    mixed = convolved(module, [y[inner : len(y) - heads] for y in projected])
+    state = (len(mixed[0]) - inner) // 2
+    out = []
+    for t, y in enumerate(projected):
+        read = []
+        for h in range(heads):
+            total = module.D[h] * of_head(mixed[t][:inner], h, heads)
+            kept = torch.ones(())
+            for s in range(t, -1, -1):
+                step = torch.log(1 + torch.exp(projected[s][len(y) - heads + h] + module.dt_bias[h]))
+                score = mixed[t][inner + state :] @ mixed[s][inner : inner + state]
+                total = total + kept * score * step * mixed[s][h * width : (h + 1) * width]
+                kept = kept * torch.exp(-step * torch.exp(module.A_log[h]))
+            read.append(total)
+        out.append(module.out_proj.weight @ rms_normed(torch.cat(read) * silu(y[:inner]), module.norm.weight))
     return out
 
 

@@ -9,6 +9,7 @@ itself.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         memory: :math:`S`, ``(B, h, K, V)``, at least float32.
-        recent: The last tokens, ``(B, n - 1, C)``, for a short convolution of ``n``; ``(B, 0, C)`` without one.
+        recent: The last tokens, or what a convolution makes of them, ``(B, n - 1, W)``, for a short convolution of
+            ``n``; ``(B, 0, W)`` without one.
     """
 
     memory: Tensor
@@ -57,6 +59,8 @@ class Recurrent(TokenMixer):
         key_width: Width of the keys of all heads.
         value_width: Width of the values of all heads, so many channels by default.
         conv: Length of the short convolution before everything else; 0 for none.
+        conv_width: Channels that it runs over; ``C`` by default.
+        conv_bias: Whether it has a bias.
         piece: Tokens at a time, in every form, with the memory handed on; what they are made of is made again for the
             gradients. For methods whose parts are far wider than the tokens. ``None`` for all at once.
         scale: What queries are multiplied by, see `lineattn.ops.scan`.
@@ -70,6 +74,8 @@ class Recurrent(TokenMixer):
         key_width: int,
         value_width: int | None = None,
         conv: int = 0,
+        conv_width: int | None = None,
+        conv_bias: bool = False,
         piece: int | None = None,
         scale: float | None = None,
     ) -> None:
@@ -82,15 +88,26 @@ class Recurrent(TokenMixer):
             raise InputError(f"conv is {conv}; it must be the length of a convolution, or 0 for none")
         self.key_width, self.value_width, self.piece = key_width, value_width, piece
         self.scale = (key_width // heads) ** -0.5 if scale is None else scale
-        self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, bias=False) if conv else None
+        width = channels if conv_width is None else conv_width
+        self.conv1d = nn.Conv1d(width, width, conv, groups=width, bias=conv_bias) if conv else None
 
     @abstractmethod
     def parts(self, x: Tensor) -> Parts:
-        """Of tokens ``(B, T, C)`` that have been through the convolution."""
+        """Of what `local` found."""
 
     @abstractmethod
     def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
-        """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from its tokens."""
+        """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from what `local` found."""
+
+    def local(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of each token and those just before it, ``(B, T, ...)``, and the `recent` ones for later tokens.
+
+        By default the short convolution, and SiLU; the tokens themselves without one.
+        """
+        if self.conv1d is None:
+            return x, x.new_zeros(x.shape[0], 0, x.shape[2])
+        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
+        return F.silu(out if self.conv1d.bias is None else out + self.conv1d.bias).to(x.dtype), recent
 
     def moved_on(self, memory: Tensor, tokens: int | Tensor) -> Tensor:
         """The memory as the tokens after see it; so many, ``(B,)`` or one number, were read. As it is by default."""
@@ -99,7 +116,7 @@ class Recurrent(TokenMixer):
     def mix(
         self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None, form: Form
     ) -> tuple[Tensor, RecurrentState]:
-        x, recent = self._convolved(x, None if state is None else state.recent, lengths)
+        x, recent = self.local(x, None if state is None else state.recent, lengths)
         memory = None if state is None else state.memory
         if self.piece is None or x.shape[1] <= self.piece:
             out, after = self._recur(x, memory, lengths, form)
@@ -118,7 +135,7 @@ class Recurrent(TokenMixer):
         return torch.cat(outs, 1), RecurrentState(memory, recent)
 
     def _recur(self, x: Tensor, memory: Tensor | None, lengths: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-        """What is put out, and the memory after; of tokens that have been through the convolution."""
+        """What is put out, and the memory after; of what `local` found."""
         parts = self.parts(x)
         tokens = parts if lengths is None else mask_padding(*parts, exists(lengths, x.shape[1]))
         out, after = _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
@@ -126,19 +143,13 @@ class Recurrent(TokenMixer):
         return self.read_out(x, out, parts), after
 
     def state_size(self, tokens: int) -> int:
-        recent = 0 if self.conv1d is None else self.channels * (self.conv1d.kernel_size[0] - 1)
+        recent = 0 if self.conv1d is None else self.conv1d.in_channels * (self.conv1d.kernel_size[0] - 1)
         return self.key_width * self.value_width // self.heads + recent
 
     def weights(self, x: Tensor) -> dict[str, Tensor]:
         self._check(x)
-        parts = self.parts(self._convolved(x, None, None)[0])
+        parts = self.parts(self.local(x, None, None)[0])
         return {**parts._asdict(), "attention": attention_map(parts.q, parts.k, parts.g, scale=self.scale)}
-
-    def _convolved(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.conv1d is None:
-            return x, x.new_zeros(x.shape[0], 0, x.shape[2])
-        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
-        return F.silu(out).to(x.dtype), recent
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         """``(B, T, h * D) -> (B, T, h, D)``, at least float32."""
@@ -158,6 +169,18 @@ def head_norm(out: Tensor) -> Tensor:
 def rms_norm(out: Tensor, norm: nn.RMSNorm) -> Tensor:
     """``norm`` of ``(B, T, W)`` in the type of what was read, which under lower weights is wider than theirs."""
     return F.rms_norm(out, norm.normalized_shape, norm.weight.to(out.dtype), norm.eps)
+
+
+def start_of_steps(count: int) -> Tensor:
+    """So many numbers whose softplus is log-uniform between 0.001 and 0.1, the steps that state spaces start with.
+
+    Example:
+        >>> steps = F.softplus(start_of_steps(100))
+        >>> bool(steps.min() > 0.0009) and bool(steps.max() < 0.11)
+        True
+    """
+    step = torch.empty(count).uniform_(math.log(0.001), math.log(0.1)).exp()
+    return step + torch.log(-torch.expm1(-step))
 
 
 def gated(x: Tensor, out: Tensor, gate: nn.Module | None, project: nn.Module) -> Tensor:
