@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lineattn import registry
 from lineattn.errors import InputError
 from lineattn.nn.token.base import TokenMixer
+from lineattn.nn.token.mamba import Mamba
 from lineattn.nn.token.recurrent import Recurrent
 from lineattn.nn.token.s4d import S4D
 from tests.oracles import token as oracle
@@ -56,6 +57,8 @@ CASES = [
     Case("s4d", {"state_width": 6}),
     Case("mamba2", {"state_width": 5}),
     Case("mamba2", {"heads": 4, "state_width": 3, "expand": 1, "conv": 0}),
+    Case("mamba", {"heads": 2 * C, "state_width": 3}),
+    Case("mamba", {"state_width": 2, "expand": 1, "rank": 3, "conv": 0}),
     Case("softmax_attention"),
     Case("softmax_attention", {"rotary": False}),
 ]
@@ -446,6 +449,9 @@ def test_what_does_not_fit_is_refused(case: Case):
         (Case("s4d", {"state_width": 3}), "state_width is 3"),
         (Case("mamba2", {"state_width": 0}), "state_width is 0"),
         (Case("mamba2", {"expand": 0}), "expand is 0"),
+        (Case("mamba", {"heads": 32}), "heads is 32; it must divide the 16 channels"),
+        (Case("mamba", {"state_width": 0}), "state_width is 0"),
+        (Case("mamba", {"rank": 0}), "rank is 0"),
     ],
 )
 def test_arguments_are_checked(case: Case, message: str):
@@ -461,6 +467,7 @@ def test_parameters_of_the_kin():
         "linear_attention": 4 * C**2,
         "softmax_attention": 4 * C**2,
         "hgrn2": 4 * C**2 + C,
+        "mamba": 6 * C**2 + 2 * C * (1 + 2 * 16) + HEADS * (2 + 16) + 5 * 2 * C + 2 * C,
         "mamba2": 6 * C**2 + 2 * C * 128 + C * HEADS + 5 * (2 * C + 2 * 128) + 2 * C + 3 * HEADS,
         "s4d": 2 * C**2 + 3 * C + (2 * 64 + 1) * HEADS,
     }
@@ -504,3 +511,10 @@ def test_mamba2_forgets_a_head_as_a_whole():
     g = module.weights(tokens())["g"]
     assert g.shape == (B, T, HEADS)
     assert g.min() >= -0.1 * 16 - 1e-6 and g.max() <= -0.001 * 1 + 1e-6
+
+
+def test_mamba_starts_as_published():
+    module = Mamba(C, state_width=3)
+    close(module.A_log.exp(), torch.tensor([1.0, 2.0, 3.0]).expand(2 * C, 3), 1e-6)
+    step = torch.nn.functional.softplus(module.dt_proj.bias)
+    assert step.min() > 0.00099 and step.max() < 0.101

@@ -211,6 +211,30 @@ def _s4d(module: Any, tokens: list[Tensor]) -> list[Tensor]:
     return out
 
 
+def mamba(module: Any, x: Tensor) -> Tensor:
+    return each_row(_mamba, module, x)
+
+
+def _mamba(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    """Channel by channel, as published; channels of a head have the same step and decays."""
+    inner, state = len(module.D), module.A_log.shape[1]
+    rank, width = module.x_proj.weight.shape[0] - 2 * state, inner // len(module.A_log)
+    projected = [module.in_proj.weight @ x for x in tokens]
+    mixed = convolved(module, [y[:inner] for y in projected])
+    selected = [module.x_proj.weight @ y for y in mixed]
+    steps = [torch.log(1 + torch.exp(module.dt_proj.weight @ y[:rank] + module.dt_proj.bias)) for y in selected]
+    states, out = [torch.zeros(state) for _ in range(inner)], []
+    for y, u, chosen, step in zip(projected, mixed, selected, steps, strict=True):
+        channels = []
+        for c in range(inner):
+            h = c // width
+            decays = torch.exp(-torch.exp(module.A_log[h]) * step[h])
+            states[c] = decays * states[c] + step[h] * u[c] * chosen[rank : rank + state]
+            channels.append(chosen[rank + state :] @ states[c] + module.D[c] * u[c])
+        out.append(module.out_proj.weight @ (torch.stack(channels) * silu(y[inner:])))
+    return out
+
+
 def mamba2(module: Any, x: Tensor) -> Tensor:
     return each_row(_mamba2, module, x)
 

@@ -56,6 +56,7 @@ class Recurrent(TokenMixer):
     Args:
         channels: Width ``C``.
         heads: Heads ``h``; they divide the channels and the keys.
+        divided: What heads have to divide in the place of the channels.
         key_width: Width of the keys of all heads.
         value_width: Width of the values of all heads, so many channels by default.
         conv: Length of the short convolution before everything else; 0 for none.
@@ -71,6 +72,7 @@ class Recurrent(TokenMixer):
         channels: int,
         heads: int,
         *,
+        divided: int | None = None,
         key_width: int,
         value_width: int | None = None,
         conv: int = 0,
@@ -79,7 +81,7 @@ class Recurrent(TokenMixer):
         piece: int | None = None,
         scale: float | None = None,
     ) -> None:
-        super().__init__(channels, heads)
+        super().__init__(channels, heads, divided=divided)
         value_width = channels if value_width is None else value_width
         for name, width in (("key_width", key_width), ("value_width", value_width)):
             if width < 1 or width % heads:
