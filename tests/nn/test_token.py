@@ -59,6 +59,8 @@ CASES = [
     Case("mamba2", {"heads": 4, "state_width": 3, "expand": 1, "conv": 0}),
     Case("mamba", {"heads": 2 * C, "state_width": 3}),
     Case("mamba", {"state_width": 2, "expand": 1, "rank": 3, "conv": 0}),
+    Case("rwkv6", {"mix_rank": 2, "decay_rank": 3}),
+    Case("rwkv6", {"heads": 1, "mix_rank": 1, "decay_rank": 1}),
     Case("softmax_attention"),
     Case("softmax_attention", {"rotary": False}),
 ]
@@ -334,17 +336,21 @@ def test_weights_are_what_is_computed_with(case: Case):
         assert found["attention"].sum(-1).allclose(torch.ones(()))
         return
     q, k, v, g = (found[name] for name in "qkvg")
+    expected = 0
+    if case.method == "rwkv6":  # what is written can be read one token later, and decays from then on
+        expected = ((q * module.bonus.view(module.heads, -1) * k).sum(-1, keepdim=True) * v).transpose(1, 2)
+        k, v, g = (torch.cat([torch.zeros_like(t[:, :1]), t[:, :-1]], 1) for t in (k, v, g))
     read = []
     for h in range(module.heads):
         decays = g[:, :, h] if g.ndim == 4 else g[:, :, h, None].expand(-1, -1, q.shape[-1])
         rows = (oracle.recurrence(*(t[b] for t in (q[:, :, h], k[:, :, h], v[:, :, h], decays.exp())), module.scale)
                 for b in range(B))  # fmt: skip
         read.append(torch.stack([torch.stack(row) for row in rows]))
-    expected = torch.stack(read, 1)
+    expected = expected + torch.stack(read, 1)
     if case.method == "linear_attention":
         assert found["attention"].sum(-1).allclose(torch.ones(()))
         expected = expected / (q.transpose(1, 2) * k.cumsum(1).transpose(1, 2)).sum(-1, keepdim=True)
-    close(found["attention"] @ v.transpose(1, 2), expected)
+    close(found["attention"] @ found["v"].transpose(1, 2), expected)
 
 
 @cases
@@ -452,6 +458,7 @@ def test_what_does_not_fit_is_refused(case: Case):
         (Case("mamba", {"heads": 32}), "heads is 32; it must divide the 16 channels"),
         (Case("mamba", {"state_width": 0}), "state_width is 0"),
         (Case("mamba", {"rank": 0}), "rank is 0"),
+        (Case("rwkv6", {"mix_rank": 0}), "mix_rank is 0"),
     ],
 )
 def test_arguments_are_checked(case: Case, message: str):
@@ -469,6 +476,7 @@ def test_parameters_of_the_kin():
         "hgrn2": 4 * C**2 + C,
         "mamba": 6 * C**2 + 2 * C * (1 + 2 * 16) + HEADS * (2 + 16) + 5 * 2 * C + 2 * C,
         "mamba2": 6 * C**2 + 2 * C * 128 + C * HEADS + 5 * (2 * C + 2 * 128) + 2 * C + 3 * HEADS,
+        "rwkv6": 5 * C**2 + 448 * C + 10 * C,
         "s4d": 2 * C**2 + 3 * C + (2 * 64 + 1) * HEADS,
     }
     for method, expected in counts.items():
@@ -518,3 +526,13 @@ def test_mamba_starts_as_published():
     close(module.A_log.exp(), torch.tensor([1.0, 2.0, 3.0]).expand(2 * C, 3), 1e-6)
     step = torch.nn.functional.softplus(module.dt_proj.bias)
     assert step.min() > 0.00099 and step.max() < 0.101
+
+
+def test_rwkv6_reads_before_it_writes():
+    """Without a bonus a token does not see itself; the one after reads it as it was written."""
+    module = Case("rwkv6").make()
+    torch.nn.init.zeros_(module.bonus)
+    found = module.weights(tokens())
+    q, k = (found[name].transpose(1, 2) for name in "qk")
+    assert not found["attention"].triu(0).any()
+    close(found["attention"].diagonal(-1, -2, -1), (q[:, :, 1:] * k[:, :, :-1]).sum(-1))

@@ -260,6 +260,40 @@ def _mamba2(module: Any, tokens: list[Tensor]) -> list[Tensor]:
     return out
 
 
+def rwkv6(module: Any, x: Tensor) -> Tensor:
+    return each_row(_rwkv6, module, x)
+
+
+def _rwkv6(module: Any, tokens: list[Tensor]) -> list[Tensor]:
+    heads, inputs = module.heads, []
+    for t, x in enumerate(tokens):
+        change = (tokens[t - 1] if t else torch.zeros_like(x)) - x
+        low = torch.tanh(module.mix_in.weight @ (x + change * module.mu)).view(5, -1)
+        inputs.append([x + change * (module.mus[i] + low[i] @ module.mix_out[i]) for i in range(5)])
+    first, _, second = module.decay
+    rows = {
+        "r": [module.r_proj.weight @ y[0] for y in inputs],
+        "k": [module.k_proj.weight @ y[1] for y in inputs],
+        "v": [module.v_proj.weight @ y[2] for y in inputs],
+        "a": [torch.exp(-torch.exp(second.bias + second.weight @ torch.tanh(first.weight @ y[3]))) for y in inputs],
+    }
+    read = [[] for _ in tokens]
+    for h in range(heads):
+        r, k, v, a = ([of_head(y, h, heads) for y in rows[name]] for name in "rkva")
+        state, u = torch.zeros(len(k[0]), len(v[0])), of_head(module.bonus, h, heads)
+        for t in range(len(tokens)):
+            written = torch.outer(k[t], v[t])
+            o = r[t] @ (state + u[:, None] * written)
+            state = a[t][:, None] * state + written
+            centred = o - o.mean()
+            read[t].append(centred / torch.sqrt((centred**2).mean() + 1e-5))
+    return [
+        module.out_proj.weight
+        @ (silu(module.g_proj.weight @ y[4]) * (module.norm_weight * torch.cat(o) + module.norm_bias))
+        for y, o in zip(inputs, read, strict=True)
+    ]
+
+
 def softmax_attention(module: Any, x: Tensor) -> Tensor:
     return each_row(_softmax_attention, module, x)
 

@@ -111,6 +111,17 @@ class Recurrent(TokenMixer):
         out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
         return F.silu(out if self.conv1d.bias is None else out + self.conv1d.bias).to(x.dtype), recent
 
+    def read(self, tokens: Parts, memory: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+        """What tokens read, ``(B, T, h, V)``, and the memory after; those that there are not are zeros.
+
+        By default of the memory in which they have been written.
+        """
+        return _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
+
+    def attention(self, parts: Parts) -> Tensor:
+        """The map, ``(B, h, T, T)``, that applied to the values is what `read` finds from the start."""
+        return attention_map(parts.q, parts.k, parts.g, scale=self.scale)
+
     def moved_on(self, memory: Tensor, tokens: int | Tensor) -> Tensor:
         """The memory as the tokens after see it; so many, ``(B,)`` or one number, were read. As it is by default."""
         return memory
@@ -139,8 +150,8 @@ class Recurrent(TokenMixer):
     def _recur(self, x: Tensor, memory: Tensor | None, lengths: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
         """What is put out, and the memory after; of what `local` found."""
         parts = self.parts(x)
-        tokens = parts if lengths is None else mask_padding(*parts, exists(lengths, x.shape[1]))
-        out, after = _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
+        tokens = parts if lengths is None else Parts(*mask_padding(*parts, exists(lengths, x.shape[1])))
+        out, after = self.read(tokens, memory, form)
         after = self.moved_on(after, x.shape[1] if lengths is None else lengths)
         return self.read_out(x, out, parts), after
 
@@ -151,7 +162,7 @@ class Recurrent(TokenMixer):
     def weights(self, x: Tensor) -> dict[str, Tensor]:
         self._check(x)
         parts = self.parts(self.local(x, None, None)[0])
-        return {**parts._asdict(), "attention": attention_map(parts.q, parts.k, parts.g, scale=self.scale)}
+        return {**parts._asdict(), "attention": self.attention(parts)}
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         """``(B, T, h * D) -> (B, T, h, D)``, at least float32."""
