@@ -36,17 +36,33 @@ def causal_convolution(
         ([0.0, 1.0, 3.0, 5.0, 7.0], [[[4.0]]])
     """
     tokens, before = x.shape[1], weight.shape[1] - 1
+    row, recent = preceded(x, before, recent, lengths)
+    # As sums of shifted rows: channels stay side by side, and there may be no token at all.
+    out = row[:, before:] * weight[:, before]
+    for j in range(before):
+        out = out + row[:, j : j + tokens] * weight[:, j]
+    return out, recent
+
+
+def preceded(
+    x: Tensor, before: int, recent: Tensor | None = None, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens behind the last ``before`` ones of an earlier call, ``(B, before + T, C)``, and the last ones of them.
+
+    ``recent`` and ``lengths`` are those of `causal_convolution`.
+
+    Example:
+        >>> row, recent = preceded(torch.arange(4.0)[None, :, None], 1)
+        >>> row.flatten().tolist(), recent.tolist()
+        ([0.0, 0.0, 1.0, 2.0, 3.0], [[[3.0]]])
+    """
     shape = (x.shape[0], before, x.shape[2])
     if recent is None:
         recent = x.new_zeros(shape)
     elif recent.shape != shape:
         raise InputError(f"state: the tokens before are {tuple(recent.shape)}; they must be {shape}")
     row = torch.cat([recent, x], 1)
-    # As sums of shifted rows: channels stay side by side, and there may be no token at all.
-    out = row[:, before:] * weight[:, before]
-    for j in range(before):
-        out = out + row[:, j : j + tokens] * weight[:, j]
     if lengths is None:
-        return out, row[:, tokens:].clone()  # a view would keep the whole row in memory
+        return row, row[:, x.shape[1] :].clone()  # a view would keep the whole row in memory
     last = lengths[:, None] + torch.arange(before, device=x.device)
-    return out, row.take_along_dim(last[..., None], 1)
+    return row, row.take_along_dim(last[..., None], 1)

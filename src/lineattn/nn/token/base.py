@@ -53,6 +53,7 @@ class TokenMixer(nn.Module, ABC):
     Args:
         channels: Width ``C``.
         heads: Heads ``h``; they divide the channels.
+        divided: What they have to divide in the place of the channels, where a method widens them first.
 
     Shape:
         - ``x``: ``(B, T, C)``.
@@ -71,10 +72,11 @@ class TokenMixer(nn.Module, ABC):
     row: Row
     """Of the class, that of its default arguments."""
 
-    def __init__(self, channels: int, heads: int) -> None:
+    def __init__(self, channels: int, heads: int, *, divided: int | None = None) -> None:
         super().__init__()
-        if heads < 1 or channels < 1 or channels % heads:
-            raise InputError(f"heads is {heads}; it must divide the {channels} channels")
+        divided = channels if divided is None else divided
+        if heads < 1 or channels < 1 or divided % heads:
+            raise InputError(f"heads is {heads}; it must divide the {divided} channels")
         self.channels, self.heads = channels, heads
 
     def forward(

@@ -9,12 +9,14 @@ itself.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lineattn.errors import InputError
 from lineattn.nn.token.base import Form, TokenMixer, exists
@@ -30,7 +32,8 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         memory: :math:`S`, ``(B, h, K, V)``, at least float32.
-        recent: The last tokens, ``(B, n - 1, C)``, for a short convolution of ``n``; ``(B, 0, C)`` without one.
+        recent: The last tokens, or what a convolution makes of them, ``(B, n - 1, W)``, for a short convolution of
+            ``n``; ``(B, 0, W)`` without one.
     """
 
     memory: Tensor
@@ -53,9 +56,14 @@ class Recurrent(TokenMixer):
     Args:
         channels: Width ``C``.
         heads: Heads ``h``; they divide the channels and the keys.
+        divided: What heads have to divide in the place of the channels.
         key_width: Width of the keys of all heads.
         value_width: Width of the values of all heads, so many channels by default.
         conv: Length of the short convolution before everything else; 0 for none.
+        conv_width: Channels that it runs over; ``C`` by default.
+        conv_bias: Whether it has a bias.
+        piece: Tokens at a time, in every form, with the memory handed on; what they are made of is made again for the
+            gradients. For methods whose parts are far wider than the tokens. ``None`` for all at once.
         scale: What queries are multiplied by, see `lineattn.ops.scan`.
     """
 
@@ -64,29 +72,55 @@ class Recurrent(TokenMixer):
         channels: int,
         heads: int,
         *,
+        divided: int | None = None,
         key_width: int,
         value_width: int | None = None,
         conv: int = 0,
+        conv_width: int | None = None,
+        conv_bias: bool = False,
+        piece: int | None = None,
         scale: float | None = None,
     ) -> None:
-        super().__init__(channels, heads)
+        super().__init__(channels, heads, divided=divided)
         value_width = channels if value_width is None else value_width
         for name, width in (("key_width", key_width), ("value_width", value_width)):
             if width < 1 or width % heads:
                 raise InputError(f"{name} is {width}; it must be a multiple of the {heads} heads")
         if conv < 0:
             raise InputError(f"conv is {conv}; it must be the length of a convolution, or 0 for none")
-        self.key_width, self.value_width = key_width, value_width
+        self.key_width, self.value_width, self.piece = key_width, value_width, piece
         self.scale = (key_width // heads) ** -0.5 if scale is None else scale
-        self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, bias=False) if conv else None
+        width = channels if conv_width is None else conv_width
+        self.conv1d = nn.Conv1d(width, width, conv, groups=width, bias=conv_bias) if conv else None
 
     @abstractmethod
     def parts(self, x: Tensor) -> Parts:
-        """Of tokens ``(B, T, C)`` that have been through the convolution."""
+        """Of what `local` found."""
 
     @abstractmethod
     def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
-        """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from its tokens."""
+        """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from what `local` found."""
+
+    def local(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of each token and those just before it, ``(B, T, ...)``, and the `recent` ones for later tokens.
+
+        By default the short convolution, and SiLU; the tokens themselves without one.
+        """
+        if self.conv1d is None:
+            return x, x.new_zeros(x.shape[0], 0, x.shape[2])
+        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
+        return F.silu(out if self.conv1d.bias is None else out + self.conv1d.bias).to(x.dtype), recent
+
+    def read(self, tokens: Parts, memory: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+        """What tokens read, ``(B, T, h, V)``, and the memory after; those that there are not are zeros.
+
+        By default of the memory in which they have been written.
+        """
+        return _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
+
+    def attention(self, parts: Parts) -> Tensor:
+        """The map, ``(B, h, T, T)``, that applied to the values is what `read` finds from the start."""
+        return attention_map(parts.q, parts.k, parts.g, scale=self.scale)
 
     def moved_on(self, memory: Tensor, tokens: int | Tensor) -> Tensor:
         """The memory as the tokens after see it; so many, ``(B,)`` or one number, were read. As it is by default."""
@@ -95,37 +129,71 @@ class Recurrent(TokenMixer):
     def mix(
         self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None, form: Form
     ) -> tuple[Tensor, RecurrentState]:
-        x, recent = self._convolved(x, None if state is None else state.recent, lengths)
-        parts = self.parts(x)
-        tokens = parts if lengths is None else mask_padding(*parts, exists(lengths, x.shape[1]))
+        x, recent = self.local(x, None if state is None else state.recent, lengths)
         memory = None if state is None else state.memory
-        out, memory = _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
-        memory = self.moved_on(memory, x.shape[1] if lengths is None else lengths)
-        return self.read_out(x, out, parts), RecurrentState(memory, recent)
+        if self.piece is None or x.shape[1] <= self.piece:
+            out, after = self._recur(x, memory, lengths, form)
+            return out, RecurrentState(after, recent)
+        outs = []
+        for n, piece in enumerate(x.split(self.piece, 1)):
+            left = None if lengths is None else (lengths - n * self.piece).clamp(0, piece.shape[1])
+            if torch.is_grad_enabled():
+                out, memory = checkpoint(
+                    self._recur, piece, memory, left, form, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                out, memory = self._recur(piece, memory, left, form)
+            outs.append(out)
+        assert memory is not None
+        return torch.cat(outs, 1), RecurrentState(memory, recent)
+
+    def _recur(self, x: Tensor, memory: Tensor | None, lengths: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+        """What is put out, and the memory after; of what `local` found."""
+        parts = self.parts(x)
+        tokens = parts if lengths is None else Parts(*mask_padding(*parts, exists(lengths, x.shape[1])))
+        out, after = self.read(tokens, memory, form)
+        after = self.moved_on(after, x.shape[1] if lengths is None else lengths)
+        return self.read_out(x, out, parts), after
 
     def state_size(self, tokens: int) -> int:
-        recent = 0 if self.conv1d is None else self.channels * (self.conv1d.kernel_size[0] - 1)
+        recent = 0 if self.conv1d is None else self.conv1d.in_channels * (self.conv1d.kernel_size[0] - 1)
         return self.key_width * self.value_width // self.heads + recent
 
     def weights(self, x: Tensor) -> dict[str, Tensor]:
         self._check(x)
-        parts = self.parts(self._convolved(x, None, None)[0])
-        return {**parts._asdict(), "attention": attention_map(parts.q, parts.k, parts.g, scale=self.scale)}
-
-    def _convolved(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.conv1d is None:
-            return x, x.new_zeros(x.shape[0], 0, x.shape[2])
-        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
-        return F.silu(out).to(x.dtype), recent
+        parts = self.parts(self.local(x, None, None)[0])
+        return {**parts._asdict(), "attention": self.attention(parts)}
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         """``(B, T, h * D) -> (B, T, h, D)``, at least float32."""
-        return [t.to(torch.promote_types(t.dtype, torch.float32)).unflatten(2, (self.heads, -1)) for t in tensors]
+        return [wide(t).unflatten(2, (self.heads, -1)) for t in tensors]
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float32 at least."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def head_norm(out: Tensor) -> Tensor:
     """A layer norm of each head, ``(B, T, h, V)``, without weights."""
     return F.layer_norm(out, out.shape[3:], eps=1e-5)
+
+
+def rms_norm(out: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """``norm`` of ``(B, T, W)`` in the type of what was read, which under lower weights is wider than theirs."""
+    return F.rms_norm(out, norm.normalized_shape, norm.weight.to(out.dtype), norm.eps)
+
+
+def start_of_steps(count: int) -> Tensor:
+    """So many numbers whose softplus is log-uniform between 0.001 and 0.1, the steps that state spaces start with.
+
+    Example:
+        >>> steps = F.softplus(start_of_steps(100))
+        >>> bool(steps.min() > 0.0009) and bool(steps.max() < 0.11)
+        True
+    """
+    step = torch.empty(count).uniform_(math.log(0.001), math.log(0.1)).exp()
+    return step + torch.log(-torch.expm1(-step))
 
 
 def gated(x: Tensor, out: Tensor, gate: nn.Module | None, project: nn.Module) -> Tensor:
