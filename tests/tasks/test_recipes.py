@@ -12,6 +12,7 @@ import yaml
 
 from lineattn import create_model
 from lineattn.cli import sweep
+from lineattn.tasks.checkpoint import Checkpoints
 from lineattn.tasks.data.source import Pixels, Splits
 from lineattn.tasks.optim import Optim, Schedule
 from lineattn.tasks.record import Record
@@ -143,6 +144,7 @@ def take_a_step(tmp_path, monkeypatch):
         "lineattn.tasks.data.digits.load", lambda *, image_size, channels: zeros(10, channels, image_size)
     )
     monkeypatch.setattr(Record, "plot", lambda self: None)
+    monkeypatch.setattr(Checkpoints, "_save", lambda *_: None)  # hundreds of megabytes
 
     def step(path, *options):
         small = ["--data.val_fraction", "0"]

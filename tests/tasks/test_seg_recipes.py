@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 
 from lineattn.cli.task import run
+from lineattn.tasks.checkpoint import Checkpoints
 from lineattn.tasks.record import Record
 from tests.tasks.test_recipes import ROOT, SEG, least
 
@@ -100,6 +101,7 @@ def test_the_papers_medical_recipes_differ_in_data_and_attention_alone() -> None
 @pytest.mark.medium
 def test_a_recipe_builds_and_takes_a_step(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Record, "plot", lambda self: None)
+    monkeypatch.setattr(Checkpoints, "_save", lambda *_: None)  # hundreds of megabytes
     name = layout(path)
     data = [] if name == "digits" else ["--data.root", str(write(tmp_path / "data", name))]
     small = ["--data.image_size", "32", "--data.batch_size", "2", "--data.num_workers", "0"]

@@ -39,6 +39,7 @@ TASK_VERBS = {
 TASKS = {
     "cls": "image classification: a folder of images, CIFAR-10/100, or the bundled digits",
     "seg": "segmentation: images with masks, ISIC, VOC, ADE20K, Cityscapes, or scenes of the bundled digits",
+    "lm": "language modelling: the next token of any text, by any method of the token axis",
 }
 
 EXAMPLES = """\

@@ -35,10 +35,11 @@ _NETWORK = (
     "model.name",
     *ATTENTION_KEYS,
     "model.net_args",
-    "model.width",
+    *(f"model.{key}" for key in ("width", "depth", "hidden", "norm", "tied", "init_std")),
     "model.trunk",
     "model.loss",
     "data.channels",
+    "data.tokenizer",
 )
 # ... and what a run computes must not change in its middle.
 _RUN = (
@@ -48,6 +49,7 @@ _RUN = (
     "model.freeze_trunk",
     "model.class_weights",
     "model.over",
+    "model.dropout",
     *(f"trainer.{key}" for key in ("precision", "accumulate_grad_batches", "gradient_clip_val")),
     *(f"trainer.{key}" for key in ("gradient_clip_algorithm", "limit_train_batches", "overfit_batches")),
     *(f"trainer.{key}" for key in ("devices", "num_nodes")),
@@ -117,11 +119,12 @@ class TaskCLI(LightningCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(Trainer, "trainer")
-        parser.set_defaults({f"trainer.{key}": value for key, value in self.trainer_defaults.items()})
         given: set[str | int] = {"optim", "seed", *self.kind.data.of_model}
         parser.add_class_arguments(self.kind.module, "model", skip=given, instantiate=False)
         parser.add_class_arguments(self.kind.data, "data", skip={"seed"}, instantiate=False)
         parser.add_class_arguments(Optim, "optim", instantiate=False)
+        trainer = {f"trainer.{key}": value for key, value in self.trainer_defaults.items()}
+        parser.set_defaults({**trainer, **self.kind.defaults})
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--out", type=str | None, default=None, help="run folder; default runs/TASK/TIME-NAME")

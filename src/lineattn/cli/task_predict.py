@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lineattn.errors import InputError
+from lineattn.models.generate import generate
+from lineattn.models.language import LanguageModel
 from lineattn.models.segmentation import SegmentationNetwork
 from lineattn.tasks import console, predict, seg_predict
+from lineattn.tasks.data.corpus import Document
 from lineattn.tasks.data.images import ImageData
 from lineattn.tasks.data.scenes import Flip, SceneData
 from lineattn.tasks.data.source import Files
+from lineattn.tasks.data.text import TextData
 from lineattn.tasks.ranges import require
 from lineattn.tasks.tiles import Tiled
 
@@ -136,8 +143,55 @@ def _tiled(cli: TaskCLI, data: SceneData) -> Tiled | None:
     return tiled
 
 
+def _text_options(parser: LightningArgumentParser) -> None:
+    parser.add_argument("--prompt", type=str | None, default=None, help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=256, help="how many to write at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token always")
+    parser.add_argument("--top_k", type=int, default=0, help="choose among so many of the likeliest; 0 is all")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="choose among the likeliest that have this probability together"
+    )
+
+
+def _continue_text(cli: TaskCLI) -> tuple[dict[str, Any], str]:
+    assert isinstance(cli.data, TextData)
+    prompt, tokenizer, config = _prompt(cli), cli.data.tokenizer, cli.config
+    require(config.tokens >= 1, "tokens", config.tokens, "1 or more")
+    device = cli.trainer.strategy.root_device
+    net = cli.module.evaluated_net.to(device).eval()
+    assert isinstance(net, LanguageModel)
+    begin = torch.tensor([[tokenizer.separator, *tokenizer.encode(prompt).tolist()]], device=device)
+    settings = {key: config[key] for key in ("temperature", "top_k", "top_p")}
+    found: list[int] = []
+    console.say(console.plain(prompt), end="")
+    shown, began = "", time.perf_counter()
+    with cli.trainer.precision_plugin.forward_context():
+        for token in islice(generate(net, begin, **settings, seed=cli.seed), config.tokens):
+            if int(token) == tokenizer.separator:
+                break
+            found.append(int(token))
+            text = tokenizer.decode(found)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # which stands for the rest of a character
+                console.say(console.plain(text[len(shown) :]), end="")
+                shown = text
+    seconds = time.perf_counter() - began
+    console.say("")
+    size = net.state_size(begin.shape[1] + len(found))
+    console.note(f"{len(found)} tokens, {1e3 * seconds / max(len(found), 1):.2f} ms each; state: {size:,} numbers")
+    text = tokenizer.decode(found)
+    return {"prompt": prompt, "continuation": text, "tokens": len(found), "seconds": seconds}, f"{prompt}{text}\n"
+
+
+def _prompt(cli: TaskCLI) -> str:
+    given, file = cli.config.prompt, cli.config.input
+    if given is not None and file is not None:
+        raise InputError("--prompt and --input both say what the text begins with: leave one out")
+    return Document(Path(file)).read() if file is not None else given or ""
+
+
 _IMAGES = "an image, a folder or a glob"
 PREDICTIONS = {
     "cls": Prediction(_IMAGES, _class_options, _predict_classes),
     "seg": Prediction(_IMAGES, _mask_options, _predict_masks),
+    "lm": Prediction("a text file that the text begins with", _text_options, _continue_text, "continuation.txt"),
 }

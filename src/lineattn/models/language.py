@@ -57,7 +57,7 @@ class Block(nn.Module):
         bias: Biases in the MLP.
 
     Shape:
-        - ``x``: ``(B, T, C)``; ``state`` and ``mask``: those of the mixer.
+        - ``x``: ``(B, T, C)``; ``state``, ``mask`` and ``cu_seqlens``: those of the mixer.
         - Returns ``(B, T, C)`` and the mixer's new state.
     """
 
@@ -68,8 +68,10 @@ class Block(nn.Module):
         self.channel_norm = norm_of(norm, mixer.channels) if hidden else None
         self.channel_mixer = GatedMLP(mixer.channels, hidden, bias=bias) if hidden else None
 
-    def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        out, state = self.token_mixer(self.token_norm(x), state, mask)
+    def forward(
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        out, state = self.token_mixer(self.token_norm(x), state, mask, cu_seqlens=cu_seqlens)
         x = x + out
         if self.channel_mixer is not None and self.channel_norm is not None:
             x = x + self.channel_mixer(self.channel_norm(x))
@@ -96,6 +98,8 @@ class LanguageModel(nn.Module):
     Shape:
         - ``tokens``: ``(B, T)`` of integers; ``mask``: ``(B, T)`` of booleans, true where there is a token.
         - ``states``: Those of the blocks, as a call before returned them, or ``None``.
+        - ``cu_seqlens``: Where sequences that are packed in a batch of one begin, and the end of the last; see
+          `lineattn.ops.scan`.
         - Returns logits ``(B, T, V)``, of the last ``keep`` tokens where that is not 0, and the new states.
 
     Raises:
@@ -155,12 +159,18 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.weight, std=std * narrower)
 
     def forward(
-        self, tokens: Tensor, states: Sequence[Any] | None = None, mask: Tensor | None = None, *, keep: int = 0
+        self,
+        tokens: Tensor,
+        states: Sequence[Any] | None = None,
+        mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        keep: int = 0,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         x = self.dropout(self.embed_tokens(tokens))
         after: list[Any] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
-            x, state = layer(x, state, mask)
+            x, state = layer(x, state, mask, cu_seqlens=cu_seqlens)
             after.append(state)
         return self.lm_head(self.final_norm(x[:, -keep:])), tuple(after)
 

@@ -133,7 +133,7 @@ class Checkpoints(Checkpoint):
         assert isinstance(pl_module, Task)
         key = f"val/{pl_module.metric}"
         value = pl_module.results.get(key)
-        if value is not None and (self.best is None or value > self.best[key]):
+        if value is not None and (self.best is None or _better(value, self.best[key], falls=pl_module.falls)):
             self.best = {key: value, "epoch": trainer.current_epoch}
             self._save(trainer, pl_module, "best")
         self._save(trainer, pl_module, "last")
@@ -144,6 +144,10 @@ class Checkpoints(Checkpoint):
         assert isinstance(pl_module, Task)
         pl_module.refuse_bad(weights=True)
         trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+
+
+def _better(value: float, best: float, *, falls: bool) -> bool:
+    return value < best if falls else value > best
 
 
 def epoch_is_done(trainer: Trainer) -> bool:

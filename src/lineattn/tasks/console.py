@@ -25,9 +25,19 @@ def note(text: str) -> None:
     _console.print(f"note: {text}")
 
 
-def say(text: str) -> None:
-    """One line of progress."""
-    _console.print(text)
+def say(text: str, *, end: str = "\n") -> None:
+    """One line of progress, or a part of one."""
+    _console.print(text, end=end)
+
+
+def plain(text: str) -> str:
+    """A text that nobody has checked, without what a terminal would obey.
+
+    Example:
+        >>> plain("a\x1b[2Jb")
+        'a\ufffd[2Jb'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def facts(rows: dict[str, str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from lineattn.errors import unknown
 from lineattn.tasks.base import Task
@@ -10,6 +12,8 @@ from lineattn.tasks.cls import Classifier
 from lineattn.tasks.data.base import TaskData
 from lineattn.tasks.data.images import ImageData
 from lineattn.tasks.data.scenes import SceneData
+from lineattn.tasks.data.text import TextData
+from lineattn.tasks.lm import LanguageModelling
 from lineattn.tasks.seg import Segmenter
 
 
@@ -22,17 +26,31 @@ class Kind:
         data: What it is trained on.
         what: What a user calls it.
         predicts: What `predict` gives, for its help.
+        defaults: Settings of a run that are usual for it, where they are others than those of image classification.
     """
 
     module: type[Task]
     data: type[TaskData]
     what: str
     predicts: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+_ADAMW = {
+    "optim.name": "adamw",
+    "optim.lr": 1e-3,
+    "optim.betas": [0.9, 0.95],
+    "optim.weight_decay": 0.1,
+    "optim.decay_all": False,
+    "optim.per_step": True,
+    "optim.warmup_lr": 0.0,
+    "trainer.max_epochs": 10,
+    "trainer.gradient_clip_val": 1.0,
+}
 KINDS = {
     "cls": Kind(Classifier, ImageData, "an image classifier", "Class names and probabilities"),
     "seg": Kind(Segmenter, SceneData, "a network that gives each pixel a class", "Masks and overlays"),
+    "lm": Kind(LanguageModelling, TextData, "a language model", "What comes next in a text", _ADAMW),
 }
 
 

@@ -37,6 +37,12 @@ class Sums(ABC):
             all_reduce(sums)
         return sums.cpu()
 
+    def add(self, batch: Tensor) -> None:
+        """Adds what a batch gave."""
+        # Apple's GPUs have no doubles.
+        kind = torch.float32 if batch.device.type == "mps" else torch.float64
+        self.sums = self.sums.to(batch.device, kind) + batch.to(kind)
+
     @abstractmethod
     def compute(self, prefix: str, device: torch.device) -> dict[str, float]:
         """The metrics, each as `prefix/name`; every process must ask."""
@@ -64,10 +70,7 @@ class Meter(Sums):
         labels = target.argmax(1) if target.ndim == 2 else target
         top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
         count = len(labels)
-        batch = torch.stack([loss.detach() * count, top[:, 0].sum(), top.any(1).sum(), loss.new_tensor(count)])
-        # Apple's GPUs have no doubles.
-        kind = torch.float32 if loss.device.type == "mps" else torch.float64
-        self.sums = self.sums.to(loss.device, kind) + batch.to(kind)
+        self.add(torch.stack([loss.detach() * count, top[:, 0].sum(), top.any(1).sum(), loss.new_tensor(count)]))
 
     def compute(self, prefix: str, device: torch.device) -> dict[str, float]:
         """Mean loss and accuracies in percent, as `prefix/loss`, `prefix/acc1`, `prefix/acc5`."""

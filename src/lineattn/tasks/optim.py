@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
@@ -28,6 +28,7 @@ class Optim:
         lr: Learning rate after the warm-up.
         weight_decay: Weight decay.
         momentum: Momentum, for optimisers that have one.
+        betas: The two of Adam and its kin, by default those of timm.
         decay_all: Decay norms and biases too, as the papers do.
         layer_decay: Factor of the learning rate from one block of the network to the one before it, for fine-tuning;
             the attention learns with the block that it stands behind.
@@ -38,7 +39,7 @@ class Optim:
         min_lr: Where `cosine` and `poly` end.
         period: Epochs after which `cosine` is back where it began, having been down half-way, as torch's
             `CosineAnnealingLR` is after twice its `T_max`; by default it falls over the whole run.
-        warmup_epochs: Epochs of linear warm-up from `warmup_lr`, counted within the run.
+        warmup_epochs: Epochs of linear warm-up from `warmup_lr`, counted within the run; whole ones, unless `per_step`.
         warmup_lr: Learning rate at the start of the warm-up.
         per_step: Change the rate at each step instead of each epoch.
         label_smoothing: Part of the target spread over all classes.
@@ -52,6 +53,7 @@ class Optim:
     lr: float = 0.1
     weight_decay: float = 1e-4
     momentum: float = 0.9
+    betas: list[float] | None = None
     decay_all: bool = True
     layer_decay: float | None = None
     schedule: Sched = "cosine"
@@ -60,7 +62,7 @@ class Optim:
     decay_rate: float = 0.1
     min_lr: float = 0.0
     period: int | None = None
-    warmup_epochs: int = 0
+    warmup_epochs: float = 0
     warmup_lr: float = 1e-3
     per_step: bool = False
     label_smoothing: float = 0.0
@@ -78,6 +80,13 @@ class Optim:
             require(self.period >= 2 and self.period % 2 == 0, "optim.period", self.period, "an even number")
             if self.schedule != "cosine" or self.warmup_epochs:
                 raise InputError("--optim.period is for --optim.schedule cosine without warm-up: leave it out")
+        if self.betas is not None:
+            two = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+            require(two, "optim.betas", self.betas, "two numbers of 0 or more and below 1")
+        if not self.per_step and self.warmup_epochs != int(self.warmup_epochs):
+            raise InputError(
+                f"--optim.warmup_epochs {self.warmup_epochs}: a part of an epoch needs --optim.per_step true"
+            )
         require(0 <= self.label_smoothing <= 1, "optim.label_smoothing", self.label_smoothing, "from 0 to 1")
         require(0 <= self.ema_decay < 1, "optim.ema_decay", self.ema_decay, "0 or more and below 1")
 
@@ -90,15 +99,22 @@ def optimizer(config: Optim, net: nn.Module) -> Optimizer:
     """
     if config.layer_decay is not None and not hasattr(net, "group_matcher"):
         net = DepthHost(net, find(net), {}, [], 0, 0)  # knows the order of its blocks
-    return create_optimizer_v2(
-        net,
-        opt=config.name,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        filter_bias_and_bn=not config.decay_all,
-        layer_decay=config.layer_decay,
-    )
+    own: dict[str, Any] = {} if config.betas is None else {"betas": tuple(config.betas)}
+    try:
+        return create_optimizer_v2(
+            net,
+            opt=config.name,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            filter_bias_and_bn=not config.decay_all,
+            layer_decay=config.layer_decay,
+            **own,
+        )
+    except TypeError as error:
+        if not own:
+            raise
+        raise InputError(f"--optim.betas {config.betas}: {config.name} has none, leave it out") from error
 
 
 class Schedule:
@@ -125,7 +141,8 @@ class Schedule:
             decay_milestones=milestones if config.schedule == "multistep" else [],  # pyright: ignore[reportArgumentType]
             decay_rate=config.decay_rate,
             min_lr=config.min_lr,
-            warmup_epochs=config.warmup_epochs,
+            # timm counts whole steps, or epochs, as the schedule does.
+            warmup_epochs=config.warmup_epochs,  # pyright: ignore[reportArgumentType]
             warmup_lr=config.warmup_lr,
             step_on_epochs=not config.per_step,
             updates_per_epoch=steps_per_epoch,

@@ -55,7 +55,7 @@ def find_root(root: str | None, example: str) -> Path:
         InputError: None is named, or there is no such folder; `example` says what was expected.
     """
     if root is None:
-        raise InputError(f"--data.root is missing: name the folder of images ({example})")
+        raise InputError(f"--data.root is missing: name the folder of the data ({example})")
     folder = Path(root)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
