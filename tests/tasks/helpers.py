@@ -10,7 +10,7 @@ from torch import nn
 
 from lineattn.cli.main import main
 from lineattn.cli.task import run
-from lineattn.tasks.cls import Classifier
+from lineattn.tasks.base import Task
 from lineattn.tasks.data.source import Pixels, Splits
 from lineattn.tasks.record import Record
 
@@ -51,8 +51,8 @@ def make_small(monkeypatch):
     monkeypatch.setattr(Record, "plot", lambda self: None)
 
 
-def fit(out: Path, *args: str, quiet: bool = True):
-    return run("fit", "cls", ["--out", str(out), *args], quiet=quiet)
+def fit(out: Path, *args: str, task: str = "cls", quiet: bool = True):
+    return run("fit", task, ["--out", str(out), *args], quiet=quiet)
 
 
 def fails(capsys, *args: str) -> str:
@@ -65,7 +65,7 @@ def fails(capsys, *args: str) -> str:
 
 def killed_at(monkeypatch, step: int):
     """Lets `training_step` number `step` of the process end it."""
-    plain, done = Classifier.training_step, [0]
+    plain, done = Task.training_step, [0]
 
     def stopping(self, batch, batch_idx):
         if done[0] == step:
@@ -73,7 +73,7 @@ def killed_at(monkeypatch, step: int):
         done[0] += 1
         return plain(self, batch, batch_idx)
 
-    monkeypatch.setattr(Classifier, "training_step", stopping)
+    monkeypatch.setattr(Task, "training_step", stopping)
 
 
 def contents(folder: Path):

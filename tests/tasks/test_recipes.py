@@ -21,9 +21,10 @@ from tests.tasks.helpers import fit
 ROOT = Path(__file__).parents[2]
 ALL = sorted((ROOT / "recipes").rglob("*.yaml"))
 SEG = [path for path in ALL if "lineattn fit seg" in path.read_text()]  # see test_seg_recipes
+TOKENS = [path for path in ALL if re.search("lineattn fit (lm|mqar)", path.read_text())]  # see test_token_recipes
 CIFAR, IMAGENET = (sorted((ROOT / "recipes" / table).glob("*.yaml")) for table in ("kcla_table1", "kcla_table2"))
 EAMLP = sorted((ROOT / "recipes" / "imagenet").glob("*.yaml"))
-SMOKE = [path for path in sorted((ROOT / "recipes" / "smoke").glob("*.yaml")) if path not in SEG]
+SMOKE = [path for path in sorted((ROOT / "recipes" / "smoke").glob("*.yaml")) if path not in [*SEG, *TOKENS]]
 ABLATION = ROOT / "recipes" / "kcla_ablation" / "cifar100_resnet56.yaml"
 ROWS = [shlex.split(options) for options in re.findall(r"^#   .* (--model\..*)$", ABLATION.read_text(), re.M)]
 
@@ -50,8 +51,8 @@ def test_the_header_says_what_to_expect_and_how_to_run_it(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Expected: ") for line in header)
     command = next(line for line in header if line.startswith("# Command: "))
-    task = "seg" if path in SEG else "cls"
-    assert f"lineattn fit {task} --config {path.relative_to(ROOT)}" in command
+    task = "seg" if path in SEG else "(lm|mqar)" if path in TOKENS else "cls"
+    assert re.search(f"lineattn fit {task} --config {path.relative_to(ROOT)}", command)
     if path in [*CIFAR, *IMAGENET, ABLATION]:
         assert any(line.startswith("# Paper: KCLA, arXiv 2606.28405, table ") for line in header)
         assert any(line.startswith("# Hardware and hours: ") for line in header)

@@ -18,7 +18,7 @@ from lineattn.errors import InputError, unknown
 from lineattn.files import causes
 
 VERBS = {
-    "demo": "train small networks with and without KCLA on real images: table, curves, report (a minute); demo seg",
+    "demo": "small networks with and without linear attention, in a minute or two: table, pictures; demo seg, demo lm",
     "models": "networks with parameters and MACs, and the attention methods they take",
     "show": "one method (equation, paper, cost) or one network (stages, parameters, MACs)",
     "check-data": "what is wrong with a data set, before training finds out",
@@ -40,6 +40,7 @@ TASKS = {
     "cls": "image classification: a folder of images, CIFAR-10/100, or the bundled digits",
     "seg": "segmentation: images with masks, ISIC, VOC, ADE20K, Cityscapes, or scenes of the bundled digits",
     "lm": "language modelling: the next token of any text, by any method of the token axis",
+    "mqar": "associative recall: how many pairs of keys and values a method of the token axis keeps in mind",
 }
 
 EXAMPLES = """\

@@ -89,6 +89,8 @@ class TaskCLI(LightningCLI):
         self, task: str, verb: str, args: list[str], *, progress: bool, callbacks: Sequence[Callback] = ()
     ) -> None:
         self.task, self.kind, self.verb, self.callbacks = task, kind(task), verb, callbacks
+        if verb == "predict" and not self.kind.predicts:
+            raise InputError(f"there is nothing to predict for {task}: lineattn test {task} evaluates a checkpoint")
         self.stored: dict[str, Any] | None = None  # the checkpoint's settings and class names
         self.ckpt_path: Path | None = None
         defaults: dict[str, Any] = {

@@ -167,12 +167,24 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         keep: int = 0,
     ) -> tuple[Tensor, tuple[Any, ...]]:
+        x, after = self.features(tokens, states, mask, cu_seqlens=cu_seqlens)
+        return self.lm_head(x[:, -keep:]), after
+
+    def features(
+        self,
+        tokens: Tensor,
+        states: Sequence[Any] | None = None,
+        mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """What the logits are made from, ``(B, T, C)``, and the new states."""
         x = self.dropout(self.embed_tokens(tokens))
         after: list[Any] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
             x, state = layer(x, state, mask, cu_seqlens=cu_seqlens)
             after.append(state)
-        return self.lm_head(self.final_norm(x[:, -keep:])), tuple(after)
+        return self.final_norm(x), tuple(after)
 
     def state_size(self, tokens: int) -> int:
         """Numbers that the states of a sequence hold after so many tokens."""

@@ -11,9 +11,11 @@ from lineattn.tasks.base import Task
 from lineattn.tasks.cls import Classifier
 from lineattn.tasks.data.base import TaskData
 from lineattn.tasks.data.images import ImageData
+from lineattn.tasks.data.mqar import RecallData
 from lineattn.tasks.data.scenes import SceneData
 from lineattn.tasks.data.text import TextData
 from lineattn.tasks.lm import LanguageModelling
+from lineattn.tasks.mqar import AssociativeRecall
 from lineattn.tasks.seg import Segmenter
 
 
@@ -25,7 +27,7 @@ class Kind:
         module: What is trained.
         data: What it is trained on.
         what: What a user calls it.
-        predicts: What `predict` gives, for its help.
+        predicts: What `predict` gives, for its help; empty where there is nothing to predict.
         defaults: Settings of a run that are usual for it, where they are others than those of image classification.
     """
 
@@ -51,6 +53,7 @@ KINDS = {
     "cls": Kind(Classifier, ImageData, "an image classifier", "Class names and probabilities"),
     "seg": Kind(Segmenter, SceneData, "a network that gives each pixel a class", "Masks and overlays"),
     "lm": Kind(LanguageModelling, TextData, "a language model", "What comes next in a text", _ADAMW),
+    "mqar": Kind(AssociativeRecall, RecallData, "a model that recalls pairs", "", _ADAMW),
 }
 
 

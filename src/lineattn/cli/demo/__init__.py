@@ -1,7 +1,7 @@
 """`lineattn demo`: small networks side by side on real images, in a minute or two.
 
 `lineattn demo` classifies, `lineattn demo seg` segments: `cls` and `seg` say what is trained and what is shown of it.
-`train` runs it, `result` sums it up, `pictures` and `report` show it.
+`train` runs it, `result` sums it up, `pictures` and `report` show it. `lineattn demo lm` has all that it does in `lm`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def run(args: list[str]) -> int:
     """Trains the networks; prints a table; writes curves, a report and the numbers."""
     parser = argparse.ArgumentParser(
         prog="lineattn demo",
-        description="Small networks on images of handwritten digits: runs, a table, a report.",
+        description="Small networks on what the package brings along: runs, a table, pictures.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -25,19 +25,31 @@ def run(args: list[str]) -> int:
         nargs="?",
         default="cls",
         help="cls (default): plain, MRLA-light and KCLA ResNets classify digits, nine runs in a minute; seg: plain and "
-        "KCLA ResNet-UNets find even and odd digits in scenes, six runs in two minutes, with overlays",
+        "KCLA ResNet-UNets find even and odd digits in scenes, six runs in two minutes, with overlays; lm: MetaLA and "
+        "softmax attention learn Python's help texts, a minute each, with what they write and the time of a token",
     )
     parser.add_argument(
-        "--out", type=Path, help="new folder to write to (default: runs/demo or runs/demo-seg, or the same with -2 ...)"
+        "--out",
+        type=Path,
+        help="new folder to write to (default: runs/demo, runs/demo-seg or runs/demo-lm, or that with -2 ...)",
     )
     given = parser.parse_args(args)
 
+    if given.task == "lm":
+        from lineattn.cli.demo.lm import run as run_lm
+        from lineattn.tasks.console import plain_console
+
+        out = _new_folder(given.out, "demo-lm")
+        console = plain_console()
+        console.print(f"Two language models on Python's help texts, byte by byte.\nWriting to {out}\n")
+        run_lm(out, console)
+        return 0
     from lineattn.cli.demo.cls import CLS
     from lineattn.cli.demo.seg import SEG
 
     demos = {demo.task: demo for demo in (CLS, SEG)}
     if given.task not in demos:
-        raise unknown("task", given.task, demos)
+        raise unknown("task", given.task, [*demos, "lm"])
     demo = demos[given.task]
     out = _new_folder(given.out, demo.command.replace(" ", "-"))
 

@@ -107,12 +107,13 @@ def read_results(demo: Demo, out: Path, *, floors: dict[str, float], seconds: fl
     for attn in demo.methods:
         folders = [demo.folder(out, attn, seed) for seed in SEEDS]
         summaries = [json.loads((place / "summary.json").read_text()) for place in folders]
-        methods.append(Method(demo, attn, summaries, [_curve(place / "metrics.csv") for place in folders]))
+        methods.append(Method(demo, attn, summaries, [read_curve(place / "metrics.csv") for place in folders]))
     environment = json.loads((demo.folder(out, "none", SEEDS[0]) / "env.json").read_text())
     return Results(demo, methods, floors, environment, seconds)
 
 
-def _curve(path: Path) -> list[dict[str, float]]:
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """The epochs of a run, from its ``metrics.csv``."""
     with path.open(newline="") as file:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
