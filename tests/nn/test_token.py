@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -167,6 +168,63 @@ def test_pieces_are_the_whole(case: Case, pieces: tuple[int, ...]):
         outs.append(out)
     close(torch.cat(outs, 1), whole, 1e-12)
     close(state, end, 1e-12)
+
+
+OFFSETS = {"some": [0, 1, 6, 6, 9, T], "none at the ends": [0, 0, 4, T, T]}
+
+
+@cases
+@forms
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("begun", [False, True], ids=["from the start", "from a state"])
+def test_packed_sequences_are_as_each_alone(case: Case, form: str, offsets: str, begun: bool):
+    """Values, states and gradients, also those of the parameters: nothing goes from one sequence to another."""
+    module, x = in_small_pieces(shaken(case.make())), tokens()[:1].requires_grad_()
+    at = torch.tensor(OFFSETS[offsets])
+    before = None
+    if begun:
+        there = torch.rand(len(at) - 1, 5) > 0.4  # of different lengths
+        _, before = module(torch.randn(len(at) - 1, 5, C), mask=there)
+        before = tree_map(Tensor.detach, before)
+    found, state = module(x, before, cu_seqlens=at, form=form)
+    outs, ends, later = [], [], []
+    for n, (start, end) in enumerate(pairwise(OFFSETS[offsets])):
+        alone = None if before is None else tree_map(lambda t, n=n: t[n : n + 1], before)
+        out, after = module(x[:, start:end], alone, form=form)
+        outs.append(out)
+        ends.append(after)
+        later.append(module.step(x[:, 0], after)[0])
+    expected = torch.cat(outs, 1)
+    close(found, expected, 1e-12)
+    after = module.step(x[:, 0].expand(len(ends), -1), state)[0]
+    close(after, torch.cat(later), 1e-12)
+    if isinstance(module, Recurrent):
+        close(state, tree_map(lambda *t: torch.cat(t), *ends), 1e-12)
+    inputs, cotangent, other = [x, *module.parameters()], torch.randn_like(found), torch.randn_like(after)
+    total, alone = (
+        (a * cotangent).sum() + (b * other).sum() for a, b in ((found, after), (expected, torch.cat(later)))
+    )
+    close(torch.autograd.grad(total, inputs), torch.autograd.grad(alone, inputs))
+
+
+@cases
+def test_offsets_that_do_not_fit_are_refused(case: Case):
+    module, x = case.make(), tokens()[:1]
+    at = torch.tensor([0, 4, T])
+    for wrong, message in (
+        (at[1:], "from 0 to"),
+        (at[:-1], "from 0 to"),
+        (at.double(), "cu_seqlens"),
+        (at[[0, 2, 1, 2]], "smaller than"),
+    ):
+        with pytest.raises(InputError, match=message):
+            module(x, cu_seqlens=wrong)
+    with pytest.raises(InputError, match="batch of 1"):
+        module(tokens(), cu_seqlens=at)
+    with pytest.raises(InputError, match="no padding"):
+        module(x, None, torch.ones(1, T, dtype=torch.bool), cu_seqlens=at)
+    with pytest.raises(InputError, match="state"):
+        module(x, module(x)[1], cu_seqlens=at)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if getattr(case.make(), "piece", None)], ids=str)
@@ -407,6 +465,20 @@ def test_compiles_as_one_graph(case: Case):
     with torch.no_grad():
         given = x[:, 0].detach(), tree_map(Tensor.detach, state)
         torch.testing.assert_close(step(*given), module.step(*given))
+
+
+@graphs
+@pytest.mark.medium
+def test_packed_sequences_compile_as_one_graph(case: Case):
+    """As far as they are no longer than a piece, of methods that have pieces: where those begin is read."""
+    torch._dynamo.reset()
+    module, x = shaken(case.make()).float(), tokens()[:1].float().requires_grad_()
+    at = torch.tensor(OFFSETS["some"])
+    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
+    expected, found = module(x, cu_seqlens=at), whole(x, cu_seqlens=at)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(out.square().sum(), x) for out, _ in (found, expected))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 @graphs

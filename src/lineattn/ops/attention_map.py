@@ -10,10 +10,13 @@ the width of the keys: for analyses and tests. `lineattn.ops.scan` computes the 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineattn.ops import packing
 from lineattn.ops.autocast import no_autocast
 
 
@@ -46,6 +49,7 @@ def scan_parallel(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`lineattn.ops.scan.scan` by the map; results in the widest type that it is given, at least float32."""
     dtype = torch.float32
@@ -53,15 +57,21 @@ def scan_parallel(
         dtype = torch.promote_types(dtype, t.dtype)
     q, k, v, g = (t.to(dtype) for t in (q, k, v, g))
     g = g if g.ndim == 4 else g[..., None]
+    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    zeros = v.new_zeros(sequences, *q.shape[2:], v.shape[3])
+    state = zeros if initial_state is None else initial_state.to(dtype)
+    form = partial(_parallel, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     with no_autocast(q.device):
-        out = torch.einsum("bhts,bshv->bthv", attention_map(q, k, g, scale=scale), v)
-        to_end = F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).exp()  # from after a token
-        state = torch.einsum("bshc,bshv->bhcv", k * to_end, v)
-        if initial_state is not None:
-            factor = q.shape[-1] ** -0.5 if scale is None else scale
-            out = out + factor * torch.einsum("bthc,bhcv->bthv", q * g.cumsum(1).exp(), initial_state.to(dtype))
-            state = state + g.sum(1).exp()[..., None] * initial_state
-    return out, state
+        if cu_seqlens is None:
+            return form(q, k, v, g, state)
+        return packing.one_by_one(form, [q, k, v, g], state, cu_seqlens)
+
+
+def _parallel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out = torch.einsum("bhts,bshv->bthv", attention_map(q, k, g, scale=scale), v)
+    out = out + scale * torch.einsum("bthc,bhcv->bthv", q * g.cumsum(1).exp(), state)
+    to_end = F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).exp()  # from after a token
+    return out, torch.einsum("bshc,bshv->bhcv", k * to_end, v) + g.sum(1).exp()[..., None] * state
 
 
 def _decays(g: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -48,3 +49,28 @@ def lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
     if found and min(found) < 0:
         raise InputError(f"cu_seqlens: offset {found.index(min(found)) + 1} is smaller than the one before it")
     return found
+
+
+def places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Of which sequence each token is, and where in it, both ``(T,)``; nothing is read on the host.
+
+    Example:
+        >>> [t.tolist() for t in places(torch.tensor([0, 2, 2, 5]), 5)]
+        [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
+    """
+    cu_seqlens = cu_seqlens.long()
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    return sequence, token - cu_seqlens[sequence]
+
+
+def one_by_one(
+    form: Callable[..., tuple[Tensor, Tensor]], tokens: list[Tensor], state: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``form(*tokens, state)`` of each packed sequence for itself; outputs in a row again, and a state each."""
+    found = lengths(cu_seqlens, tokens[0].shape[1])
+    if not found:
+        return form(*tokens, state)
+    pieces = zip(*(t.split(found, 1) for t in tokens), state.split(1), strict=True)
+    outs, finals = zip(*(form(*piece) for piece in pieces), strict=True)
+    return torch.cat(outs, 1), torch.cat(finals)

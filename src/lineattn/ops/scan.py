@@ -27,6 +27,7 @@ decoding goes on with the final ones in a batch of ``N``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -305,12 +306,7 @@ def _loop(
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = v.new_zeros(sequences, *q.shape[2:], v.shape[3]) if state is None else state
     if cu_seqlens is not None:
-        lengths = packing.lengths(cu_seqlens, q.shape[1])
-        if not lengths:
-            return v, state
-        pieces = zip(*(t.split(lengths, 1) for t in (q, k, v, g)), state.split(1), strict=True)
-        found, finals = zip(*(_loop(q, k, v, g, s, scale) for q, k, v, g, s in pieces), strict=True)
-        return torch.cat(found, 1), torch.cat(finals)
+        return packing.one_by_one(partial(_loop, scale=scale), [q, k, v, g], state, cu_seqlens)
     outs = []
     # Unbound once: an index a token would cost the backward a full zero gradient each.
     tokens = zip(*(t.unbind(1) for t in (q, k, v, g if g.ndim == 4 else g[..., None])), strict=True)

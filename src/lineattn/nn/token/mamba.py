@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.nn.token.base import Row
+from lineattn.nn.token.base import Layout, Row
 from lineattn.nn.token.recurrent import Parts, Recurrent, start_of_steps, wide
 from lineattn.registry import register
 
@@ -122,9 +122,9 @@ class Mamba(Recurrent):
         with torch.no_grad():
             self.dt_proj.bias.copy_(start_of_steps(heads))
 
-    def local(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def local(self, x: Tensor, recent: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
         inner, gate = self.in_proj(x).chunk(2, -1)
-        inner, recent = super().local(inner, recent, lengths)
+        inner, recent = super().local(inner, recent, layout)
         return torch.cat([inner, gate], -1), recent
 
     def parts(self, x: Tensor) -> Parts:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.nn.token.base import Row
+from lineattn.nn.token.base import Layout, Row
 from lineattn.nn.token.recurrent import Parts, Recurrent, rms_norm, start_of_steps, wide
 from lineattn.registry import register
 
@@ -100,9 +100,9 @@ class Mamba2(Recurrent):
         self.norm = nn.RMSNorm(inner, eps=1e-5)
         self.out_proj = nn.Linear(inner, channels, bias=False)
 
-    def local(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def local(self, x: Tensor, recent: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
         gate, inner, steps = self.in_proj(x).split(self.widths, -1)
-        inner, recent = super().local(inner, recent, lengths)
+        inner, recent = super().local(inner, recent, layout)
         return torch.cat([gate, inner, steps], -1), recent
 
     def parts(self, x: Tensor) -> Parts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineattn.errors import InputError
-from lineattn.nn.token.base import Form, TokenMixer, exists
+from lineattn.nn.token.base import Form, Layout, TokenMixer, exists
 from lineattn.ops.attention_map import attention_map, scan_parallel
 from lineattn.ops.convolution import causal_convolution
 from lineattn.ops.scan import mask_padding, scan, scan_chunked, scan_loop
@@ -101,59 +102,66 @@ class Recurrent(TokenMixer):
     def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
         """What the method puts out, ``(B, T, C)``, from what it read, ``(B, T, h, V)``, and from what `local` found."""
 
-    def local(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def local(self, x: Tensor, recent: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
         """Of each token and those just before it, ``(B, T, ...)``, and the `recent` ones for later tokens.
 
         By default the short convolution, and SiLU; the tokens themselves without one.
         """
         if self.conv1d is None:
-            return x, x.new_zeros(x.shape[0], 0, x.shape[2])
-        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, lengths)
+            return x, x.new_zeros(layout.count(x), 0, *x.shape[2:])
+        out, recent = causal_convolution(x, self.conv1d.weight[:, 0], recent, *layout)
         return F.silu(out if self.conv1d.bias is None else out + self.conv1d.bias).to(x.dtype), recent
 
-    def read(self, tokens: Parts, memory: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    def read(self, tokens: Parts, memory: Tensor | None, layout: Layout, form: Form) -> tuple[Tensor, Tensor]:
         """What tokens read, ``(B, T, h, V)``, and the memory after; those that there are not are zeros.
 
         By default of the memory in which they have been written.
         """
-        return _FORMS[form](*tokens, scale=self.scale, initial_state=memory)
+        return _FORMS[form](*tokens, scale=self.scale, initial_state=memory, cu_seqlens=layout.cu_seqlens)
 
     def attention(self, parts: Parts) -> Tensor:
         """The map, ``(B, h, T, T)``, that applied to the values is what `read` finds from the start."""
         return attention_map(parts.q, parts.k, parts.g, scale=self.scale)
 
     def moved_on(self, memory: Tensor, tokens: int | Tensor) -> Tensor:
-        """The memory as the tokens after see it; so many, ``(B,)`` or one number, were read. As it is by default."""
+        """The memory as it is seen from so many tokens later, ``(B,)`` or one number; before, if it is less than zero.
+
+        By default as it is.
+        """
         return memory
 
-    def mix(
-        self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None, form: Form
-    ) -> tuple[Tensor, RecurrentState]:
-        x, recent = self.local(x, None if state is None else state.recent, lengths)
+    def mix(self, x: Tensor, state: RecurrentState | None, layout: Layout, form: Form) -> tuple[Tensor, RecurrentState]:
+        x, recent = self.local(x, None if state is None else state.recent, layout)
         memory = None if state is None else state.memory
         if self.piece is None or x.shape[1] <= self.piece:
-            out, after = self._recur(x, memory, lengths, form)
+            out, after = self._recur(x, memory, layout, form)
             return out, RecurrentState(after, recent)
-        outs = []
-        for n, piece in enumerate(x.split(self.piece, 1)):
-            left = None if lengths is None else (lengths - n * self.piece).clamp(0, piece.shape[1])
-            if torch.is_grad_enabled():
-                out, memory = checkpoint(
-                    self._recur, piece, memory, left, form, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                out, memory = self._recur(piece, memory, left, form)
+        run = self._recur
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, self._recur, use_reentrant=False, preserve_rng_state=False)
+        if memory is None:
+            key, value = self.key_width // self.heads, self.value_width // self.heads
+            memory = wide(x).new_zeros(layout.count(x), self.heads, key, value)
+        outs, memories = [], [memory] if layout.cu_seqlens is None else list(memory.split(1))
+        for piece, which, inside in layout.pieces(x, self.piece):
+            out, after = run(piece, torch.cat(memories[which]), inside, form)
+            memories[which] = [after] if layout.cu_seqlens is None else after.split(1)
             outs.append(out)
-        assert memory is not None
-        return torch.cat(outs, 1), RecurrentState(memory, recent)
+        return torch.cat(outs, 1), RecurrentState(torch.cat(memories), recent)
 
-    def _recur(self, x: Tensor, memory: Tensor | None, lengths: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    def _recur(self, x: Tensor, memory: Tensor | None, layout: Layout, form: Form) -> tuple[Tensor, Tensor]:
         """What is put out, and the memory after; of what `local` found."""
-        parts = self.parts(x)
-        tokens = parts if lengths is None else Parts(*mask_padding(*parts, exists(lengths, x.shape[1])))
-        out, after = self.read(tokens, memory, form)
-        after = self.moved_on(after, x.shape[1] if lengths is None else lengths)
-        return self.read_out(x, out, parts), after
+        parts = tokens = self.parts(x)
+        end: int | Tensor = x.shape[1]
+        if layout.lengths is not None:
+            end = layout.lengths
+            tokens = Parts(*mask_padding(*parts, exists(end, x.shape[1])))
+        elif layout.cu_seqlens is not None:
+            end = layout.cu_seqlens[1:].to(x.device)
+            if memory is not None:  # of sequences whose places are counted from the start of the row
+                memory = self.moved_on(memory, -layout.cu_seqlens[:-1].to(x.device))
+        out, after = self.read(tokens, memory, layout, form)
+        return self.read_out(x, out, parts), self.moved_on(after, end)
 
     def state_size(self, tokens: int) -> int:
         recent = 0 if self.conv1d is None else self.conv1d.in_channels * (self.conv1d.kernel_size[0] - 1)
@@ -161,7 +169,7 @@ class Recurrent(TokenMixer):
 
     def weights(self, x: Tensor) -> dict[str, Tensor]:
         self._check(x)
-        parts = self.parts(self.local(x, None, None)[0])
+        parts = self.parts(self.local(x, None, Layout())[0])
         return {**parts._asdict(), "attention": self.attention(parts)}
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:

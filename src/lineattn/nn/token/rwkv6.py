@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.nn.token.base import Form, Row
+from lineattn.nn.token.base import Form, Layout, Row
 from lineattn.nn.token.recurrent import Parts, Recurrent, gated, head_norm, wide
-from lineattn.ops.convolution import preceded
+from lineattn.ops.convolution import preceding
 from lineattn.registry import register
 
 
@@ -48,8 +48,8 @@ class RWKV6(Recurrent):
         z_t = x_t + (x_{t-1} - x_t) \odot \mu
 
     The bonus :math:`u` is a linear cousin of MetaLA's self-augmentation. LN is a layer norm of each head, with
-    weights. The decay of a token is not applied to what it writes, and the token after reads that as it is. Cost: that
-    of one token more than there are. :math:`5 C^2 + 448 C` parameters and some a channel.
+    weights. The decay of a token is not applied to what it writes, and the token after reads that as it is.
+    :math:`5 C^2 + 448 C` parameters and some a channel.
 
     Args:
         channels: Width ``C``.
@@ -106,10 +106,10 @@ class RWKV6(Recurrent):
                 nn.init.uniform_(weight, -0.01, 0.01)
             widen.bias.copy_(-6 + 5 * (place / max(channels - 1, 1)) ** 0.7)
 
-    def local(self, x: Tensor, recent: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def local(self, x: Tensor, recent: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
         """Each token mixed with the one before, for r, k, v, w and g: ``(B, T, 5, C)``."""
-        row, recent = preceded(x, 1, recent, lengths)
-        change = row[:, :-1] - x
+        (previous,), recent = preceding(x, 1, recent, *layout)
+        change = previous - x
         low = self.mix_in(x + change * self.mu).tanh().unflatten(2, (5, -1))
         shares = self.mus + torch.einsum("btir,irc->btic", low, self.mix_out)
         return x[:, :, None] + change[:, :, None] * shares, recent
@@ -119,12 +119,16 @@ class RWKV6(Recurrent):
         q, k, v, logits = self._heads(self.r_proj(r), self.k_proj(k), self.v_proj(v), self.decay(w))
         return Parts(q, k, v, -logits.exp())
 
-    def read(self, tokens: Parts, memory: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-        out, memory = super().read(_late(tokens), memory, form)
-        return out[:, :-1] + self._own(tokens)[..., None] * tokens.v, memory
+    def read(self, tokens: Parts, memory: Tensor | None, layout: Layout, form: Form) -> tuple[Tensor, Tensor]:
+        # Written one token late, so that the recurrence, which reads after, reads what was there before.
+        late, (k, v, g) = _late(tokens, layout.cu_seqlens)
+        out, memory = super().read(late, memory, layout, form)
+        memory = g[:, 0].exp()[..., None] * memory + k[:, 0, :, :, None] * v[:, 0, :, None]
+        return out + self._own(tokens)[..., None] * tokens.v, memory
 
     def attention(self, parts: Parts) -> Tensor:
-        return super().attention(_late(parts))[..., :-1, 1:] + self._own(parts).transpose(1, 2).diag_embed()
+        late = super().attention(_late(parts)[0])
+        return F.pad(late[..., 1:], (0, 1)) + self._own(parts).transpose(1, 2).diag_embed()
 
     def read_out(self, x: Tensor, out: Tensor, parts: Parts) -> Tensor:
         out = head_norm(out).flatten(2) * self.norm_weight + self.norm_bias
@@ -138,8 +142,8 @@ class RWKV6(Recurrent):
         return (parts.q * wide(self.bonus).unflatten(0, (self.heads, -1)) * parts.k).sum(-1)
 
 
-def _late(parts: Parts) -> Parts:
-    """A token more, so that one is written when the next one is read: reading before writing, for a recurrence that
-    reads after."""
+def _late(parts: Parts, cu_seqlens: Tensor | None = None) -> tuple[Parts, list[Tensor]]:
+    """With keys, values and decays of the token before; and those of the last token, ``(B, 1, h, ...)``."""
     q, *written = parts
-    return Parts(F.pad(q, (0, 0, 0, 0, 0, 1)), *(F.pad(t, (0, 0, 0, 0, 1, 0)) for t in written))
+    shifted, last = zip(*(preceding(t, 1, cu_seqlens=cu_seqlens) for t in written), strict=True)
+    return Parts(q, *(t for (t,) in shifted)), list(last)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineattn.errors import InputError
-from lineattn.nn.token.base import Form, Row, TokenMixer, exists
+from lineattn.nn.token.base import Form, Layout, Row, TokenMixer, exists
+from lineattn.ops import packing
 from lineattn.ops.rotary import rotate
 from lineattn.registry import register
 
@@ -87,37 +88,49 @@ class SoftmaxAttention(TokenMixer):
         self.v_proj = nn.Linear(channels, channels, bias=False)
         self.out_proj = nn.Linear(channels, channels, bias=False)
 
-    def mix(
-        self, x: Tensor, state: SoftmaxState | None, lengths: Tensor | None, form: Form
+    def mix(self, x: Tensor, state: SoftmaxState | None, layout: Layout, form: Form) -> tuple[Tensor, SoftmaxState]:
+        tokens, count = x.shape[1], layout.count(x)
+        before = x.new_zeros(count, dtype=torch.long) if state is None else state.there.sum(1)
+        if layout.cu_seqlens is not None:
+            return self._mix_packed(x, state, before, layout.cu_seqlens.to(x.device), form)
+        new = x.new_ones(x.shape[:2], dtype=torch.bool) if layout.lengths is None else exists(layout.lengths, tokens)
+        q, keys, values = self._projected(x, before[:, None] + torch.arange(tokens, device=x.device))
+        if state is None and layout.lengths is None and form in ("auto", "parallel"):
+            # Without a mask, which slower kernels take.
+            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+            return self._read_out(out), SoftmaxState(keys, values, new)
+        after = _joined(state, SoftmaxState(keys, values, new))
+        allowed = after.there[:, None].expand(-1, tokens, -1)
+        return self._read_out(_attended(q, after.keys, after.values, allowed, form)), after
+
+    def _mix_packed(
+        self, x: Tensor, state: SoftmaxState | None, before: Tensor, cu_seqlens: Tensor, form: Form
     ) -> tuple[Tensor, SoftmaxState]:
         tokens = x.shape[1]
-        new = x.new_ones(x.shape[:2], dtype=torch.bool) if lengths is None else exists(lengths, tokens)
-        if state is not None and state.there.shape[0] != x.shape[0]:
-            raise InputError(f"state: it has {state.there.shape[0]} rows, and x has {x.shape[0]}")
-        before = 0 if state is None else state.there.shape[1]
-        q, keys, values = self._projected(x, None if state is None else state.there.sum(1))
-        there = new
+        sequence, place = packing.places(cu_seqlens, tokens)
+        q, keys, values = self._projected(x, (before[sequence] + place)[None])
+        lengths = cu_seqlens.diff()
+        new = exists(lengths, max(lengths.tolist(), default=0))
+        where = (cu_seqlens[:-1, None] + torch.arange(new.shape[1], device=x.device)).clamp(max=tokens - 1)
+        own_keys, own_values = (t[0][:, where].transpose(0, 1).where(new[:, None, :, None], 0) for t in (keys, values))
+        after = _joined(state, SoftmaxState(own_keys, own_values, new))
+        of = sequence  # whose keys they are; nobody's, -1
         if state is not None:
-            keys, values = torch.cat([state.keys, keys], 2), torch.cat([state.values, values], 2)
-            there = torch.cat([state.there, new], 1)
-        length = {"auto": tokens, "parallel": tokens, "chunked": _CHUNK, "loop": 1}[form]
-        if state is None and lengths is None and length == tokens:  # without a mask, which slower kernels take
-            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-            return self._read_out(out), SoftmaxState(keys, values, there)
-        outs = []
-        for start in range(0, max(tokens, 1), max(length, 1)):
-            piece = q[:, :, start : start + length]
-            end = before + start + piece.shape[2]
-            seen = there[:, None, None, :end] & _causal(piece.shape[2], end, x.device)
-            outs.append(F.scaled_dot_product_attention(piece, keys[:, :, :end], values[:, :, :end], attn_mask=seen))
-        return self._read_out(torch.cat(outs, 2)), SoftmaxState(keys, values, there)
+            keys, values = (
+                torch.cat([kept.transpose(0, 1).flatten(1, 2)[None], t], 2)
+                for kept, t in ((state.keys, keys), (state.values, values))
+            )
+            rows_of = torch.arange(len(lengths), device=x.device)[:, None].where(state.there, -1)
+            of = torch.cat([rows_of.flatten(), sequence])
+        allowed = (sequence[:, None] == of)[None]
+        return self._read_out(_attended(q, keys, values, allowed, form)), after
 
     def state_size(self, tokens: int) -> int:
         return tokens * (2 * self.channels + 1)
 
     def weights(self, x: Tensor) -> dict[str, Tensor]:
         self._check(x)
-        q, k, _ = self._projected(x, None)
+        q, k, _ = self._projected(x, torch.arange(x.shape[1], device=x.device)[None])
         scores = (q @ k.mT) * q.shape[-1] ** -0.5
         seen = _causal(x.shape[1], x.shape[1], x.device)
         return {"attention": scores.masked_fill(~seen, -torch.inf).softmax(-1)}
@@ -125,17 +138,36 @@ class SoftmaxAttention(TokenMixer):
     def _read_out(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
-    def _projected(self, x: Tensor, before: Tensor | None) -> list[Tensor]:
-        """Queries, keys and values ``(B, h, T, D)`` behind so many tokens, ``(B,)``."""
+    def _projected(self, x: Tensor, positions: Tensor) -> list[Tensor]:
+        """Queries, keys and values ``(B, h, T, D)`` at positions ``(B or 1, T)``."""
         q, k, v = (
             layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         if not self.rotary:
             return [q, k, v]
-        positions = torch.arange(x.shape[1], device=x.device)
-        if before is not None:
-            positions = before[:, None, None] + positions
-        return [rotate(q, positions), rotate(k, positions), v]
+        return [rotate(q, positions[:, None]), rotate(k, positions[:, None]), v]
+
+
+def _joined(state: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
+    """What was there, and behind it what is new."""
+    if state is None:
+        return new
+    pairs = zip(state, new, (2, 2, 1), strict=True)
+    return SoftmaxState(*(torch.cat([before, after], axis) for before, after, axis in pairs))
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, form: Form) -> Tensor:
+    """Attention of the last tokens to all before them that are ``allowed``, ``(B, queries, keys)``."""
+    tokens = q.shape[2]
+    before = keys.shape[2] - tokens
+    length = {"auto": tokens, "parallel": tokens, "chunked": _CHUNK, "loop": 1}[form]
+    outs = []
+    for start in range(0, max(tokens, 1), max(length, 1)):
+        piece = q[:, :, start : start + length]
+        end = before + start + piece.shape[2]
+        seen = allowed[:, None, start : start + length, :end] & _causal(piece.shape[2], end, q.device)
+        outs.append(F.scaled_dot_product_attention(piece, keys[:, :, :end], values[:, :, :end], attn_mask=seen))
+    return torch.cat(outs, 2)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
