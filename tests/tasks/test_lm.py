@@ -119,8 +119,6 @@ def test_what_cannot_be_is_one_line(texts: Path, tmp_path: Path, capsys: pytest.
     assert "nothing to predict for mqar" in fails(capsys, "predict", "mqar", "--ckpt_path", "x")
     line = fails(capsys, "fit", "lm", *out, "--optim.warmup_epochs", "0.5", "--optim.per_step", "false")
     assert "needs --optim.per_step true" in line
-    line = fails(capsys, "fit", "lm", *out, "--optim.name", "momentum", "--data.root", str(texts))
-    assert "--optim.betas [0.9, 0.95]: momentum has none" in line
     fit(tmp_path / "run", "--data.root", str(texts), *TEXT, task="lm")
     checkpoint = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
     two = ("--prompt", "a", "--input", "b.txt")

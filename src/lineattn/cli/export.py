@@ -65,6 +65,7 @@ def run(args: list[str]) -> int:
     from lineattn.cli.restore import restore
 
     trained = restore(options.ckpt_path)
+    description = _describe(trained, options.to, dynamic=options.dynamic)
     here = options.ckpt_path.parent
     out = options.out or (here.parent if here.name == "checkpoints" else here) / "export"
     path = out / _FILES[options.to]
@@ -76,9 +77,9 @@ def run(args: list[str]) -> int:
             _need_own_size(program, trained)
         write = _write_onnx if options.to == "onnx" else _write_torch
         write(program, path)
-    description = path.with_name(f"{path.name}.json")
-    write_json(description, _describe(trained, options.to, dynamic=options.dynamic))
-    print(f"wrote {path} and {description}")
+    beside = path.with_name(f"{path.name}.json")
+    write_json(beside, description)
+    print(f"wrote {path} and {beside}")
     return _check(trained, path, dynamic=options.dynamic) if options.check else 0
 
 

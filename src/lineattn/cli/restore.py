@@ -42,7 +42,10 @@ class Trained:
             InputError: It sees none.
         """
         if not isinstance(self.data, VisualData):
-            raise InputError(f"the checkpoint is of the task {self.task}: this command is for networks that see images")
+            raise InputError(
+                f"the checkpoint is of the task {self.task}: this command is for networks that see images "
+                "(a language model goes out with lineattn to-hf)"
+            )
         return self.data
 
 
@@ -57,7 +60,8 @@ def restore(path: Path) -> Trained:
     make_data: Any = kind(task).data
     make_module: Any = kind(task).module
     data: TaskData = make_data(**config["data"], seed=config["seed_everything"])
-    model = {**config["model"], "trunk": None}
+    # The checkpoint's weights take the place of those that it started from.
+    model = {key: None if key == "trunk" else value for key, value in config["model"].items()}
     module: Task = make_module(**model, **data.for_model(classes), optim=Optim(**config["optim"]))
     module.load_state_dict(found["state_dict"])
     return Trained(module.evaluated_net.eval(), module.arguments, classes, task, data)

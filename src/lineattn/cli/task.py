@@ -82,7 +82,7 @@ def _fit(cli: TaskCLI) -> dict[str, Any]:
     if cli.ckpt_path is None:
         for report in cli.module.reports:
             console.say(str(report))
-        if cli.config.model.trunk is not None and splits.val is not None:
+        if cli.config.model.get("trunk") is not None and splits.val is not None:
             cli.recorder.start = _evaluate(cli, "val")
             found = "  ".join(f"{key} {value:.4g}" for key, value in cli.recorder.start.items())
             console.say(f"before the first step: {found}")

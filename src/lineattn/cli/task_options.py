@@ -242,7 +242,7 @@ class TaskCLI(LightningCLI):
             config.data[key] = getattr(self.data, key)  # what "by default" came to
         self.classes: list[str] = self._classes()
         model = config.model.as_dict()
-        if self.stored is not None:
+        if self.stored is not None and "trunk" in model:
             model["trunk"] = None  # the checkpoint's weights take their place
         module: Any = self.kind.module
         self.module: Task = module(

@@ -28,7 +28,7 @@ class Optim:
         lr: Learning rate after the warm-up.
         weight_decay: Weight decay.
         momentum: Momentum, for optimisers that have one.
-        betas: The two of Adam and its kin, by default those of timm.
+        betas: The two of Adam and its kin, by default those of timm; for optimisers that have them.
         decay_all: Decay norms and biases too, as the papers do.
         layer_decay: Factor of the learning rate from one block of the network to the one before it, for fine-tuning;
             the attention learns with the block that it stands behind.
@@ -99,22 +99,17 @@ def optimizer(config: Optim, net: nn.Module) -> Optimizer:
     """
     if config.layer_decay is not None and not hasattr(net, "group_matcher"):
         net = DepthHost(net, find(net), {}, [], 0, 0)  # knows the order of its blocks
-    own: dict[str, Any] = {} if config.betas is None else {"betas": tuple(config.betas)}
-    try:
-        return create_optimizer_v2(
-            net,
-            opt=config.name,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            filter_bias_and_bn=not config.decay_all,
-            layer_decay=config.layer_decay,
-            **own,
-        )
-    except TypeError as error:
-        if not own:
-            raise
-        raise InputError(f"--optim.betas {config.betas}: {config.name} has none, leave it out") from error
+    betas: dict[str, Any] = {} if config.betas is None else {"betas": tuple(config.betas)}
+    return create_optimizer_v2(
+        net,
+        opt=config.name,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        filter_bias_and_bn=not config.decay_all,
+        layer_decay=config.layer_decay,
+        **betas,
+    )
 
 
 class Schedule:
