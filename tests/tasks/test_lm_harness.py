@@ -171,7 +171,10 @@ class TestCommand:
         shown = capsys.readouterr().out
         assert "piqa" in shown and "acc_norm" in shown and "perplexity" in shown
         written = json.loads((tmp_path / "out" / "lm_eval.json").read_text())
-        assert f"{written['parameters']:,} parameters" in shown and written["environment"]["versions"]["torch"]
+        assert (
+            f"{written['parameters']:,} parameters" in shown
+            and {"torch", "lm_eval"} <= written["environment"]["versions"].keys()
+        )
         model = lm_harness.load_model(folder, batch_size=1).model
         pairs = [(list(b"Question: how?\nAnswer:"), list(text)) for text in (b" so", b" or so")]
         values = torch.tensor([score(model, *pair)[0] for pair in pairs])
@@ -235,6 +238,15 @@ class TestCommand:
         byte_tokenizer().save_pretrained(tmp_path)
         assert main(["lm-eval", str(tmp_path), "--tasks", "piqa"]) == 2
         assert "the weights lack model.layers.0.token_mixer.aug_balance" in capsys.readouterr().err
+
+    def test_a_tokenizer_with_more_tokens_than_the_model(self, folder, tmp_path, capsys):
+        MetalaForCausalLM.from_pretrained(folder, pad_token_id=None).save_pretrained(tmp_path)
+        small = MetalaForCausalLM.from_pretrained(tmp_path)
+        small.resize_token_embeddings(256)
+        small.save_pretrained(tmp_path)
+        byte_tokenizer().save_pretrained(tmp_path)
+        assert main(["lm-eval", str(tmp_path), "--tasks", "piqa"]) == 2
+        assert "the tokenizer has 259 tokens, the model 256" in capsys.readouterr().err
 
     @pytest.mark.parametrize("missing", ["lm_eval", "transformers"])
     def test_without_the_extra(self, missing, folder, capsys, monkeypatch):

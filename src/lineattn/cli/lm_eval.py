@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ def run(args: list[str]) -> int:
 
     need_folder(options.out)
     measured_with = environment(seed=0, native=native.status())  # the seed is that of the harness's standard errors
+    measured_with["versions"] |= {name: version(name) for name in ("transformers", "lm_eval")}
     model = lm_harness.load_model(options.model, batch_size=options.batch_size, max_length=options.max_length)
     with TemporaryDirectory() as scratch:
         tasks = lm_harness.load_tasks(names, Path(scratch), include=options.include, data=options.data)

@@ -170,6 +170,8 @@ def load_model(folder: Path, *, batch_size: int, max_length: int | None = None) 
         raise InputError(f"{folder}: can't be loaded ({_first_line(error)})") from error
     if lacking := sorted(report["missing_keys"]):
         raise InputError(f"{folder}: the weights lack {lacking[0]}" + (" and others" if len(lacking) > 1 else ""))
+    if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
+        raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {known}")
     model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     return HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length)
 
