@@ -111,6 +111,19 @@ class TestNumbers:
         assert not embedding[PAD].any() and embedding.std().item() == pytest.approx(0.02, rel=0.1)
         assert model.lm_head.weight is embedding
 
+    @pytest.mark.parametrize(
+        ("fields", "millions"),
+        [
+            ({}, 548.8),  # the published defaults
+            ({"vocab_size": 50304, "glu_dim": 2816}, 359.9),  # the paper's 360M
+            ({"vocab_size": 50304, "hidden_size": 2048, "tie_word_embeddings": False}, 1439.0),  # its 1.4B
+        ],
+    )
+    def test_sizes_of_the_paper(self, fields, millions):
+        with torch.device("meta"):
+            model = MetalaForCausalLM(MetalaConfig(**fields))
+        assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=5e-4)
+
     def test_scaled_embedding(self):
         plain = language_model()
         scaled = MetalaForCausalLM(MetalaConfig(**SIZES, no_scale_embedding=False)).eval()
