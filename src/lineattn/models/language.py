@@ -102,6 +102,7 @@ class LanguageModel(nn.Module):
         InputError: An argument that can't be.
 
     Example:
+        >>> import torch
         >>> net = LanguageModel(256, 64, 2, mixer="metala", mixer_args={"heads": 4})
         >>> tokens = torch.randint(256, (1, 10))
         >>> logits, states = net(tokens)
