@@ -9,6 +9,7 @@ import json
 import math
 from pathlib import Path
 
+import lm_eval
 import numpy as np
 import pytest
 import timm
@@ -22,7 +23,9 @@ from lineattn.analysis.cost import count_macs
 from lineattn.cli.main import TASKS, main
 from lineattn.cli.task import run
 from lineattn.errors import InputError
+from lineattn.hf import MetalaConfig, MetalaForCausalLM, byte_tokenizer
 from lineattn.hosts.weights import load_trunk
+from lineattn.models.byte_tokenizer import BOS, EOS, PAD, VOCABULARY
 from lineattn.tasks.data.images import ImageData
 from lineattn.tasks.data.scenes import SceneData
 from lineattn.tasks.record import Record
@@ -31,6 +34,14 @@ from tests.tasks.helpers import Killed, fails, killed_at, make_small
 from tests.tasks.test_seg import scenes
 
 TINY = ("--data.image_size", "32", "--data.batch_size", "4", "--model.width", "8", "--trainer.max_epochs", "1")
+SMALL_LM = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "glu_dim": 16,
+}
+SMALL_LM |= {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 FAMILIES = {
     "resnet20_cifar": 32,
     "resnet18": 64,
@@ -277,6 +288,40 @@ def test_13_any_size_of_image_and_mask(name, tmp_path, monkeypatch) -> None:
     for index, (height, width) in enumerate(sizes):
         with Image.open(out / "predictions" / "masks" / f"test{index}.png") as mask:
             assert mask.size == (width, height)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_14_half_precision_at_great_length(dtype) -> None:
+    """tests/nn/test_token.py and tests/ops/test_scan.py have the forms and gradients."""
+    model = MetalaForCausalLM(MetalaConfig(**SMALL_LM)).eval()
+    model.model.layers[0].token_mixer.k_gate.weight.data.mul_(200)  # some channels forget all, and some nothing
+    tokens = torch.randint(VOCABULARY, (1, 65_536))
+    with torch.no_grad():
+        expected = model(tokens, logits_to_keep=1).logits
+        with torch.autocast("cpu", dtype=dtype):
+            out = model(tokens, logits_to_keep=1).logits
+        half = model.to(dtype)(tokens, logits_to_keep=1).logits
+    for found in (out, half):
+        assert found.isfinite().all() and (found.float() - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.medium
+def test_16_a_language_model_is_evaluated_offline(tmp_path, capsys, monkeypatch) -> None:
+    """tests/tasks/test_lm_harness.py has the scores, and further tasks and faults."""
+    MetalaForCausalLM(MetalaConfig(**SMALL_LM)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    tasks = Path(__file__).parents[1] / "recipes" / "lm_eval"
+    (tmp_path / "piqa.jsonl").write_text('{"query": "Question: how?", "choices": ["so", "not so"], "gold": 0}\n')
+    args = ["lm-eval", str(tmp_path), "--tasks", "piqa"]
+    assert main([*args, "--include", str(tasks), "--data", str(tmp_path)]) == 0
+    assert "acc_norm" in capsys.readouterr().out
+    for module in ("datasets.config", "huggingface_hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
+    stock = Path(lm_eval.__file__).parent / "tasks" / "piqa"
+    assert main([*args, "--include", str(stock)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("lineattn: task piqa: baber/piqa can't be had (ConnectionError: ")
 
 
 # 15: Attention counts as nothing, on the CPU. More in tests/analysis/test_cost.py and tests/models/test_counts.py.

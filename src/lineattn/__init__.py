@@ -7,6 +7,7 @@ networks with attention are registered in it, as `lineattn.timm` does; and where
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -42,4 +43,5 @@ def __dir__() -> list[str]:
 if hasattr(sys.modules.get("timm"), "create_model"):  # not while timm itself is being imported
     importlib.import_module("lineattn.timm")
 if hasattr(sys.modules.get("transformers"), "AutoModel"):
-    importlib.import_module("lineattn.hf")
+    with contextlib.suppress(ImportError):  # of a transformers that is too old for ours, which `lineattn.hf` says
+        importlib.import_module("lineattn.hf")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 class InputError(ValueError):
@@ -31,3 +32,13 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     shown = ", ".join(names[:12]) + (f", ... {len(names)} in all" if len(names) > 12 else "")
     return InputError(f"unknown {kind} {name!r}: {hint}(known: {shown})")
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Says before long work that a package is not installed, and which extra brings it.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    if find_spec(module) is None:
+        raise InputError(f"{what} needs the {extra} extra: pip install 'lineattn[{extra}]'")

@@ -12,9 +12,17 @@ No code comes with a checkpoint, and ``trust_remote_code`` is not needed.
 from __future__ import annotations
 
 try:
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        __version__,
+    )
 except ImportError as error:
     raise ImportError("lineattn.hf needs transformers: pip install 'lineattn[hf]'") from error
+if tuple(map(int, __version__.split(".")[:2])) < (5, 24):  # before, generate had other names for the cache
+    raise ImportError(f"lineattn.hf needs transformers 5.24 or later, not {__version__}: pip install 'lineattn[hf]'")
 
 from lineattn.models.byte_tokenizer import byte_tokenizer
 from lineattn.models.metala_hf import (

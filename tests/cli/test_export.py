@@ -175,7 +175,7 @@ def test_an_operator_of_ours_is_refused():
 
 @pytest.mark.parametrize(("missing", "option"), [("onnxscript", "--to onnx"), ("onnxruntime", "--check")])
 def test_a_missing_extra_is_said_before_anything_is_written(missing, option, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lineattn.cli.export.find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr("lineattn.errors.find_spec", lambda name: None if name == missing else name)
     assert main(["export", "--ckpt_path", str(tmp_path / "last.ckpt"), "--to", "onnx", "--check"]) == 2
     assert f"{option} needs the export extra" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -111,6 +111,19 @@ class TestNumbers:
         assert not embedding[PAD].any() and embedding.std().item() == pytest.approx(0.02, rel=0.1)
         assert model.lm_head.weight is embedding
 
+    @pytest.mark.parametrize(
+        ("fields", "millions"),
+        [
+            ({}, 548.8),  # the published defaults
+            ({"vocab_size": 50304, "glu_dim": 2816}, 359.9),  # the paper's 360M
+            ({"vocab_size": 50304, "hidden_size": 2048, "tie_word_embeddings": False}, 1439.0),  # its 1.4B
+        ],
+    )
+    def test_sizes_of_the_paper(self, fields, millions):
+        with torch.device("meta"):
+            model = MetalaForCausalLM(MetalaConfig(**fields))
+        assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=5e-4)
+
     def test_scaled_embedding(self):
         plain = language_model()
         scaled = MetalaForCausalLM(MetalaConfig(**SIZES, no_scale_embedding=False)).eval()
@@ -196,9 +209,10 @@ class TestPieces:
         with pytest.raises(InputError, match="either input_ids or inputs_embeds"):
             language_model()(**given)
 
-    def test_a_mask_of_pairs_is_refused(self):
-        with pytest.raises(InputError, match=r"attention_mask is \(1, 1, 3, 3\)"):
-            language_model()(some_tokens(1, 3), attention_mask=torch.ones(1, 1, 3, 3))
+    @pytest.mark.parametrize("shape", [(1, 1, 3, 3), (1, 2)])
+    def test_another_mask_is_refused(self, shape):
+        with pytest.raises(InputError, match=r"attention_mask is .* 3 tokens"):
+            language_model()(some_tokens(1, 3), attention_mask=torch.ones(shape))
 
 
 class TestGenerate:
@@ -234,6 +248,12 @@ class TestGenerate:
         model, prompt = language_model(), some_tokens(1, 5)
         out = model.generate(inputs_embeds=model.model.embed_tokens(prompt), **greedy)
         assert torch.equal(out, model.generate(prompt, **greedy)[:, 5:])
+
+    @pytest.mark.parametrize("kind", ["dynamic", "static"])
+    def test_caches_of_generate(self, kind):
+        model, prompt = language_model(), some_tokens(2, 5)
+        out = model.generate(prompt, **greedy, cache_implementation=kind)
+        assert torch.equal(out, model.generate(prompt, **greedy))
 
     def test_from_a_cache(self):
         model, tokens = language_model(), some_tokens(1, 9)
@@ -308,7 +328,7 @@ class TestFiles:
         old = {**SIZES, "model_type": "metala", "auto_map": {"AutoConfig": "configuration_metala.MetalaConfig"}}
         old |= {"architectures": ["MetaLAForCausalLM"], "torch_dtype": "float32", "use_lower_bound": True, "rms_eps": 1}
         (tmp_path / "config.json").write_text(json.dumps(old))
-        config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(tmp_path)
         assert type(config) is MetalaConfig and config.use_lower_bound and config.tie_word_embeddings
         assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (16, 2, 2)
 
@@ -570,6 +590,15 @@ class TestRegistration:
     def test_without_transformers(self):
         done = in_a_process("import sys; sys.modules['transformers'] = None; import lineattn; import lineattn.hf")
         assert done.stderr.splitlines()[-1] == "ImportError: lineattn.hf needs transformers: pip install 'lineattn[hf]'"
+
+    @pytest.mark.medium
+    def test_an_old_transformers_breaks_nothing_but_ours(self):
+        done = in_a_process(
+            "import transformers; transformers.__version__ = '4.57.1'; import lineattn; import lineattn.hf"
+        )
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("ImportError: lineattn.hf needs transformers 5.24 or later, not 4.57.1")
+        assert done.stderr.count("Traceback") == 1  # of the second import alone
 
     def test_names(self):
         assert all(hasattr(lineattn.hf, name) for name in lineattn.hf.__all__)

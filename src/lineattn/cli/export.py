@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineattn.errors import InputError
+from lineattn.errors import InputError, need
 from lineattn.files import write_json, write_whole
 
 if TYPE_CHECKING:
@@ -58,9 +57,9 @@ def run(args: list[str]) -> int:
         if given and options.to == "safetensors":
             raise InputError(f"{name} is for --to onnx or torch: safetensors holds the weights themselves")
     if options.to == "onnx":
-        _need("onnxscript", "--to onnx")  # torch's exporter needs it
+        need("onnxscript", "export", "--to onnx")  # torch's exporter needs it
         if options.check:
-            _need("onnxruntime", "--check")
+            need("onnxruntime", "export", "--check")
 
     from lineattn.cli.restore import restore
 
@@ -81,11 +80,6 @@ def run(args: list[str]) -> int:
     write_json(beside, description)
     print(f"wrote {path} and {beside}")
     return _check(trained, path, dynamic=options.dynamic) if options.check else 0
-
-
-def _need(module: str, option: str) -> None:
-    if find_spec(module) is None:
-        raise InputError(f"{option} needs the export extra: pip install 'lineattn[export]'")
 
 
 def _write_safetensors(net: nn.Module, path: Path) -> None:

@@ -28,6 +28,7 @@ VERBS = {
     "profile": "cost against depth: parameters, MACs, memory and time of each method, and how they grow",
     "bench": "time and memory of networks and operators, beside what they are compared with",
     "export": "a checkpoint to safetensors, ONNX or torch.export, with a check against torch",
+    "lm-eval": "a language model on zero-shot tasks of lm-evaluation-harness, offline too",
     "doctor": "versions, kernels, devices, network: what works here and what doesn't",
 }
 TASK_VERBS = {

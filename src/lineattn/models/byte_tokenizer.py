@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lineattn.errors import InputError
+from lineattn.errors import need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -34,11 +34,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         >>> tokenizer.decode([110, 195, 169])
         'né'
     """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise InputError("the byte tokenizer needs the hf extra: pip install 'lineattn[hf]'") from error
+    need("transformers", "hf", "the byte tokenizer")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE(vocab={name: byte for byte, name in enumerate(_names())}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

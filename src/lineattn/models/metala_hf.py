@@ -224,7 +224,7 @@ class MetalaModel(MetalaPreTrainedModel):
         else:
             raise InputError("give either input_ids or inputs_embeds")
         cache = self._cache_of(cache, use_cache)
-        mask = None if attention_mask is None else _here(attention_mask, x.shape[1])
+        mask = _padding(attention_mask, x.shape[1])
         x = x * self.embed_scale
         seen = [x]
         for layer in self.layers:
@@ -249,15 +249,22 @@ class MetalaModel(MetalaPreTrainedModel):
         return DynamicCache(config=self.config) if use_cache and not checkpointing else None
 
 
-def _here(attention_mask: Tensor, tokens: int) -> Tensor | None:
-    """The mask of the last so many tokens, ``(B, T)`` of booleans, or ``None`` where there is no padding.
+def _here(attention_mask: Tensor, tokens: int) -> Tensor:
+    """The mask of the last so many tokens, ``(B, T)`` of booleans; those before are in the cache."""
+    if attention_mask.ndim != 2 or attention_mask.shape[1] < tokens:
+        raise InputError(f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, T) for T >= {tokens} tokens")
+    return attention_mask[:, attention_mask.shape[1] - tokens :].bool()
+
+
+def _padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The mask of the last so many tokens, or ``None`` where there is no padding among them.
 
     transformers has `create_recurrent_attention_mask`, which takes a single token for one that was generated and never
     padding; but a prompt may come token by token too.
     """
-    if attention_mask.ndim != 2:
-        raise InputError(f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, T)")
-    mask = attention_mask[:, attention_mask.shape[1] - tokens :].bool()
+    if attention_mask is None:
+        return None
+    mask = _here(attention_mask, tokens)
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 
@@ -367,7 +374,7 @@ class MetalaForSequenceClassification(MetalaPreTrainedModel):
         )
         x = out.last_hidden_state
         if attention_mask is not None:
-            there = attention_mask[:, attention_mask.shape[1] - x.shape[1] :].bool()
+            there = _here(attention_mask, x.shape[1])
         elif input_ids is not None and self.config.pad_token_id is not None:
             there = input_ids != self.config.pad_token_id
         else:
