@@ -27,18 +27,8 @@ DIAGONAL = [
 ]
 
 
-def parameters(cells: list[tuple[str, str]]) -> list:
-    return [pytest.param(cell, id="-".join(cell), marks=marks(*cell)) for cell in dict.fromkeys(cells)]
-
-
-def marks(method: str, family: str) -> list[pytest.MarkDecorator]:
-    """A graph takes seconds: `make test` has each method on one family and one on each, `make test-slow` the others."""
-    here = family == NET or (method == METHOD and family not in LIKE_OTHERS)
-    return [] if here else [pytest.mark.slow]
-
-
 def rarely(cells: list[tuple[str, str]], here: Callable[[str, str], bool]) -> list:
-    """What takes longest: `make test` has the cells that stand for the others."""
+    """A graph takes seconds: `make test` has the cells that stand for the others, `make test-slow` all."""
     return [
         pytest.param(cell, id="-".join(cell), marks=[] if here(*cell) else [pytest.mark.slow])
         for cell in dict.fromkeys(cells)
@@ -47,6 +37,20 @@ def rarely(cells: list[tuple[str, str]], here: Callable[[str, str], bool]) -> li
 
 def is_typical(method: str, family: str) -> bool:
     return method in TYPICAL or family == NET
+
+
+def is_cheap(method: str, family: str) -> bool:
+    """Inductor compiles C++ for each kernel: a traced net for our operators, basic blocks for none of ours."""
+    return (method, family) in ((METHOD, "traced"), ("se", "torchvision_basic"))
+
+
+def is_of_a_family(method: str, family: str) -> bool:
+    """Graphs that compile for each method and export for each family: both walk through the same code."""
+    return method in TYPICAL if family == NET else method == METHOD and family not in LIKE_OTHERS
+
+
+def is_of_a_method(method: str, family: str) -> bool:
+    return family == NET
 
 
 def is_typical_of_onnx(method: str, family: str) -> bool:
@@ -64,7 +68,7 @@ def forget_graphs() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("cell", parameters(CELLS))
+@pytest.mark.parametrize("cell", rarely(CELLS, is_of_a_method))
 def test_compiles_as_one_graph(cell: tuple[str, str]) -> None:
     host = shaken(build(*cell))
     x = example(host)
@@ -73,7 +77,7 @@ def test_compiles_as_one_graph(cell: tuple[str, str]) -> None:
         torch.testing.assert_close(whole(x), host(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cell", rarely(DIAGONAL, is_typical))
+@pytest.mark.parametrize("cell", rarely(DIAGONAL, is_cheap))
 def test_inductor_computes_the_same(cell: tuple[str, str]) -> None:
     host = shaken(build(*cell))
     x = example(host)
@@ -104,7 +108,7 @@ def another(host: DepthHost) -> torch.Tensor:
     return example(host, 3)[..., : host.plan.probe_side(host.backbone), :]
 
 
-@pytest.mark.parametrize("cell", parameters(CROSS))
+@pytest.mark.parametrize("cell", rarely(CROSS, is_of_a_family))
 def test_exports_without_an_operator_of_our_own(cell: tuple[str, str]) -> None:
     host = shaken(build(*cell)).requires_grad_(False)
     program, x = exported(host), another(host)
