@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from lineattn.files import write_json, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Column
     from torch import Tensor
 
     from lineattn.models.language import LanguageModel
     from lineattn.tasks.data.corpus import Tokenizer
+    from lineattn.tasks.data.text import TextData
 
 METHODS = {"metala": "MetaLA", "softmax_attention": "softmax attention"}
 CONTEXTS = (1024, 8192, 32768)
@@ -34,6 +37,7 @@ RECIPE = {
     "optim.lr": "0.004",
     "optim.warmup_epochs": "0.2",
     "trainer.max_epochs": "2",
+    "trainer.limit_train_batches": "150",
     "seed_everything": "1",
 }
 
@@ -59,11 +63,13 @@ def run(out: Path, console: Console) -> None:
         curve = read_curve(out / attn / "metrics.csv")
         found[attn] = {"title": title, "continuation": text, "run": summary, "decode": decode, "curve": curve}
     seconds = time.monotonic() - began
-    show(found, console)
+    floor = frequencies(trained.data)  # pyright: ignore[reportPossiblyUnbound,reportArgumentType]
+    show(found, floor, console)
     draw(found, out / "curves.png")
     for method in found.values():
         del method["curve"]
-    write_json(out / "results.json", {"seconds": round(seconds, 1), "environment": environment, "methods": found})
+    content = {"seconds": round(seconds, 1), "environment": environment, "frequencies": floor, "methods": found}
+    write_json(out / "results.json", content)
     console.print(f"\n{seconds:.0f} s; picture: {out / 'curves.png'}; numbers: {out / 'results.json'}")
 
 
@@ -118,28 +124,46 @@ def decode_times(net: LanguageModel, contexts: Sequence[int], *, steps: int = _S
     return rows
 
 
-def show(found: dict[str, dict[str, Any]], console: Console) -> None:
-    """Prints the table."""
+def frequencies(data: TextData) -> float:
+    """Perplexity a byte on test of a guess by how often each token stands in the training text; no token is unseen."""
+    import numpy as np
+
+    test = data.splits.test
+    assert test is not None
+    counts = np.bincount(data.splits.train.corpus.tokens[1:], minlength=data.vocabulary) + 1
+    nats = -np.log(counts / counts.sum())[test.corpus.tokens[1:]].sum()
+    return float(np.exp(nats / test.corpus.size))
+
+
+def show(found: dict[str, dict[str, Any]], floor: float, console: Console) -> None:
+    """Prints what was learned, and what a token costs."""
     from rich.table import Table
 
-    table = Table()
-    for name in ("method", "parameters", "test perplexity a byte", "bits a byte"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for context in CONTEXTS:
-        table.add_column(f"ms a token at {context // 1024}k", justify="right")
-    for context in (CONTEXTS[0], CONTEXTS[-1]):
-        table.add_column(f"state at {context // 1024}k, numbers", justify="right")
+    learned = Table("method", *(right(name) for name in ("parameters", "test perplexity a byte", "bits a byte")))
     for method in found.values():
-        last, decode = method["run"]["last"], method["decode"]
-        table.add_row(
-            method["title"],
-            f"{method['run']['params']:,}",
-            f"{last['test/byte_ppl']:.2f}",
-            f"{last['test/bpb']:.3f}",
-            *(f"{row['ms']:.2f}" for row in decode),
-            *(f"{row['state']:,}" for row in (decode[0], decode[-1])),
-        )
-    console.print(table)
+        last = method["run"]["last"]
+        figures = f"{last['test/byte_ppl']:.2f}", f"{last['test/bpb']:.2f}"
+        learned.add_row(method["title"], f"{method['run']['params']:,}", *figures)
+    learned.add_row("bytes by their frequency", "", f"{floor:.2f}", f"{math.log2(floor):.2f}", style="dim")
+    console.print(learned)
+    costs = Table(right("tokens before"), title="One more token", title_justify="left")
+    for method in found.values():
+        costs.add_column(f"{method['title']}, ms", justify="right")
+        costs.add_column("kept, KiB", justify="right")
+    for place, context in enumerate(CONTEXTS):
+        rows = [method["decode"][place] for method in found.values()]
+        costs.add_row(f"{context:,}", *(text for row in rows for text in (f"{row['ms']:.2f}", _kib(row["state"]))))
+    console.print(costs)
+
+
+def right(name: str) -> Column:
+    from rich.table import Column
+
+    return Column(name, justify="right")
+
+
+def _kib(numbers: float) -> str:
+    return f"{numbers * 4 / 2**10:,.0f}"
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:

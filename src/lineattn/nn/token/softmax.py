@@ -114,6 +114,11 @@ class SoftmaxAttention(TokenMixer):
         where = (cu_seqlens[:-1, None] + torch.arange(new.shape[1], device=x.device)).clamp(max=tokens - 1)
         own_keys, own_values = (t[0][:, where].transpose(0, 1).where(new[:, None, :, None], 0) for t in (keys, values))
         after = _joined(state, SoftmaxState(own_keys, own_values, new))
+        if state is None and form == "auto" and tokens and not torch.compiler.is_compiling():
+            # Each by itself: a mask would have all pairs of tokens, those of different sequences too.
+            parts = zip(*(t.split(lengths.tolist(), 2) for t in (q, keys, values)), strict=True)
+            outs = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts if part[0].shape[2]]
+            return self._read_out(torch.cat(outs, 2)), after
         of = sequence  # whose keys they are; nobody's, -1
         if state is not None:
             keys, values = (
