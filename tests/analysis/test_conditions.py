@@ -202,7 +202,7 @@ def test_the_mixer_is_left_as_it_is():
     mixer = MetaLA(16, 2)
     before = {name: tensor.clone() for name, tensor in mixer.state_dict().items()}
     noisy = shaken(mixer, torch.Generator().manual_seed(0))
-    interaction(mixer, torch.Generator().manual_seed(0))
+    interaction(mixer, 4, torch.Generator().manual_seed(0))
     for name, tensor in mixer.state_dict().items():
         assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype
         assert not torch.equal(noisy.state_dict()[name], tensor.double()), name

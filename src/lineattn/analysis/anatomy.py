@@ -23,8 +23,8 @@ from lineattn.ops.attention_map import attention_map
 # What is far less than anything that is there, in units of the largest, and far above the rounding of float64.
 SMALL = 1e-8
 
-# Tokens of a sequence, and one in its middle: what lies between it and the ends is longer than a short convolution.
-LENGTH, MIDDLE = 33, 16
+# Tokens of a sequence, and half of them, which is longer than a short convolution.
+LENGTH, MIDDLE = 32, 16
 
 _WEIGHTS = 3  # random weights: what holds for all of them is no accident of a start
 
@@ -107,24 +107,24 @@ def dissect(mixer: TokenMixer, draws: torch.Generator) -> Anatomy | None:
 
 
 @torch.no_grad()
-def interaction(mixer: TokenMixer, draws: torch.Generator) -> float:
+def interaction(mixer: TokenMixer, reach: int, draws: torch.Generator) -> float:
     r"""How far what `forward` keeps of an early token depends on a later one.
 
     .. math:: \frac{\lVert S(x + \delta_s + \delta_j) - S(x + \delta_s) - S(x + \delta_j) + S(x) \rVert}
         {\lVert S(x + \delta_s) - S(x) \rVert}
 
-    for tokens :math:`s < j` far apart. Zero where nothing that a token does depends on what is there to be forgotten;
-    it is read off the state alone, whatever `weights` says.
+    for tokens :math:`s < j` farther apart than the ``reach`` of what a token is made of. Zero where what is forgotten
+    does not depend on the token; it is read off the state alone, whatever `weights` says.
 
     Example:
         >>> from lineattn.nn.token.linear import LinearAttention
-        >>> interaction(LinearAttention(16), torch.Generator().manual_seed(0)) < 1e-12
+        >>> interaction(LinearAttention(16), 1, torch.Generator().manual_seed(0)) < 1e-12
         True
     """
     mixer = shaken(mixer, draws)
-    x = sequence(mixer, draws)
+    x = sequence(mixer, draws, tokens=reach + 1)
     early, late = torch.zeros_like(x), torch.zeros_like(x)
-    early[:, 0], late[:, MIDDLE] = sequence(mixer, draws, tokens=2).unbind(1)
+    early[:, 0], late[:, reach] = sequence(mixer, draws, tokens=2).unbind(1)
 
     def state(tokens: Tensor) -> Tensor:
         leaves = tree_leaves(mixer(tokens)[1])
@@ -194,4 +194,4 @@ def _reach(mixer: TokenMixer, draws: torch.Generator) -> int:
     changed[:, 0] += 1
     before, after = mixer.weights(x), mixer.weights(changed)
     seen = [(before[name] - after[name]).flatten(2).abs().amax((0, 2)) > 0 for name in "qkvg" if before[name].ndim > 2]
-    return int(torch.stack(seen).any(0).nonzero().max()) + 1
+    return int(torch.stack(seen).any(0).nonzero().amax().item()) + 1
