@@ -117,7 +117,7 @@ class AllPairs(GLA):
         return super().mix(x, state, lengths, "parallel")
 
 
-class ConstantQuery(GLA):
+class ConstantQuery(MetaLA):
     def parts(self, x: Tensor) -> Parts:
         parts = super().parts(x)
         return parts._replace(q=torch.ones_like(parts.q))
@@ -190,6 +190,17 @@ def test_tied_keys_fail_with_one_decay_a_head():
     assert anatomy is not None
     assert fit(anatomy, 4, draws).error < ENOUGH
     assert fit(anatomy._replace(together=True), 4, draws).error > 0.01
+
+
+def test_keys_of_both_signs_do_the_work_of_queries():
+    """Against the paper's table, where (key, decay) fails: exact with channels c that forget all behind token c."""
+    (goal,) = softmax_maps(1, 6, torch.Generator().manual_seed(0))
+    keys = (goal - nn.functional.pad(goal, (0, 0, 0, 1))[1:]).mT.triu()  # of token s in channel c
+    decays = torch.ones(6, 6, dtype=torch.float64).triu().log()  # of token j in channel c: one up to c
+    weights = {"q": torch.ones_like(keys), "k": keys, "g": decays}
+    found = conditions.own_map({name: part[None, :, None] for name, part in weights.items()})
+    torch.testing.assert_close(found[0, 0], goal)
+    assert keys.norm(dim=1).max() < 2**0.5
 
 
 def test_maps_are_those_of_softmax_attention():

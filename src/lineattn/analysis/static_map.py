@@ -19,8 +19,9 @@ from torch import Tensor
 from lineattn.analysis.anatomy import Anatomy
 from lineattn.analysis.least_squares import least_squares
 
-# Without decay a map is q_t = p_t and k_s = e_s, whose lengths are one at most; a tenth more, so that it isn't a limit.
-RADIUS = 1.1
+# What closed forms need, and some room. Without decay a map is q_t = p_t and k_s = e_s, of length one; without queries
+# it is k_sc = p_cs - p_(c+1)s for c from s on, with channels that forget all behind token c: of length sqrt(2).
+RADIUS = 1.5
 
 # Tokens from one that is read to the next, where keys can leave out those between: 16 of them span 961, as contexts do.
 APART = 64

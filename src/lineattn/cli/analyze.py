@@ -33,13 +33,17 @@ KINDS = TRAINED | {
 
 def run(args: list[str]) -> int:
     """Runs one kind of analysis: CSV files, a picture, and a table."""
-    if not args or args[0] in ("-h", "--help"):
-        kinds = "\n".join(f"  {name:<12} {line}" for name, line in KINDS.items())
-        print(f"usage: lineattn analyze KIND [OPTIONS]\n\nkinds:\n{kinds}\n")
-        print("All but conditions are of the network of a checkpoint, on real images (--ckpt_path).")
-        print("`lineattn analyze KIND --help` lists the options.")
-        return 0 if args else 2
-    kind, *rest = args
+    kinds = "\n".join(f"  {name:<12} {line}" for name, line in KINDS.items())
+    parser = argparse.ArgumentParser(
+        prog="lineattn analyze",
+        description="What attention over depth does in the network of a checkpoint, on real images; and what attention "
+        f"over tokens can do (conditions).\n\nkinds:\n{kinds}\n\n`lineattn analyze KIND --help` lists the options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("options", metavar="OPTIONS", nargs=argparse.REMAINDER, help="those of the kind")
+    kind, rest = vars(parser.parse_args(args)).values()
     if kind not in KINDS:
         raise unknown("kind of analysis", kind, KINDS)
     if kind == "conditions":
