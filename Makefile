@@ -54,7 +54,9 @@ results: .venv/.installed-dev ## measure again what the README's tables show, an
 	rm -rf runs/results
 	$(RUN)/lineattn demo --out runs/results
 	for subject in depth scan memory decode; do $(RUN)/lineattn bench $$subject --out runs/results || exit; done
-	cp runs/results/bench_*.json results/
+	$(RUN)/lineattn analyze conditions --out runs/results
+	cp runs/results/bench_*.json runs/results/conditions.json results/
+	cp runs/results/conditions.png docs/
 	cp runs/results/results.json results/demo.json
 	$(BIN)/python tools/readme_tables.py
 

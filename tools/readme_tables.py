@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from results/*.json, between the markers; with --check, only says whether they differ.
+"""Writes the tables of README.md and docs/ from results/*.json, between the markers; with --check, only compares.
 
 `make results` runs the commands that the numbers come from, then this.
 """
@@ -9,11 +9,13 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lineattn.analysis.runs import paired_interval, verdict
+from lineattn.cli.analyze_conditions import verdict as verdict_of
 from lineattn.cli.compare import markdown, spread
 from lineattn.cli.demo.cls import CLS
 from lineattn.cli.demo.result import Method
@@ -182,33 +184,79 @@ def _paired(ours: dict[int, float], theirs: dict[int, float]) -> str:
     return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high)}"
 
 
-TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune}
+def conditions() -> str:
+    """Which methods along tokens can stand for softmax attention."""
+    found = _read("conditions")
+    names = {
+        "linear": "linear cost",
+        "dynamic": "dynamic memory",
+        "static": "static approximation",
+        "least": "least parameters",
+    }
+    rows = [
+        {"": row["method"], "maps of the token": row["of_token"] or "not shown"}
+        | {f"C{i} {name}": verdict_of(row[key]) for i, (key, name) in enumerate(names.items())}
+        for row in found["rows"]
+    ]
+    return "\n\n".join([markdown(rows, list(rows[0])).replace("---:", "---"), _origin_of(found)])
+
+
+def conditions_measured() -> str:
+    """The numbers behind them."""
+    found = _read("conditions")
+    rows = [
+        {
+            "": row["method"],
+            "state after 64, 1,024 tokens": ", ".join(f"{size:,}" for size in row["state"]),
+            "exponent of work": f"{row['growth']:.2f}",
+            "off from overwriting": "" if row["overwriting"] is None else f"{row['overwriting']:.0e}",
+            "least decay, tokens of size 1, 10, 100": ", ".join(f"{decay:.1g}" for decay in row["least_decays"][:3]),
+            "off from softmax maps": f"{max(row['fits'].values()):.0e}, {list(row['fits'])[-1]} tokens",
+            "rank of a block": f"{row['rank']} of {row['block']}",
+            "spare numbers": "" if row["redundant"] is None else row["redundant"],
+            "parameters": "" if row["parameters"] is None else f"{row['parameters']:,}",
+        }
+        for row in found["rows"]
+    ]
+    notes = [f"- {row['method']}: {note}." for row in found["rows"] for note in row["notes"]]
+    return "\n\n".join([markdown(rows, list(rows[0])), "\n".join(notes), _origin_of(found)])
+
+
+TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune, "conditions": conditions}
 SUBJECTS = ("scan", "memory", "decode")
 STUDIES = ("depth", "sample", "kvasir")
+PAGES = {
+    "README.md": TABLES
+    | {subject: partial(operator, subject) for subject in SUBJECTS}
+    | {f"study {name}": partial(study, name) for name in STUDIES},
+    "docs/conditions.md": {"conditions": conditions, "conditions measured": conditions_measured},
+}
 
 
 def main(check: bool) -> int:
-    """Rewrites README.md, or compares."""
-    path = ROOT / "README.md"
+    """Rewrites the pages, or compares."""
+    return next((code for page, tables in PAGES.items() if (code := _page(page, tables, check))), 0)
+
+
+def _page(page: str, tables: dict[str, Callable[[], str]], check: bool) -> int:
+    path = ROOT / page
     before = text = path.read_text()
-    tables = TABLES | {subject: partial(operator, subject) for subject in SUBJECTS}
-    tables |= {f"study {name}": partial(study, name) for name in STUDIES}
     for name, table in tables.items():
         start, end = f"<!-- table: {name} -->", "<!-- end -->"
         if start not in before:
-            print(f"README.md: the marker of the table {name} is missing", file=sys.stderr)
+            print(f"{page}: the marker of the table {name} is missing", file=sys.stderr)
             return 1
         try:
             block = f"{start}\n{table()}\n{end}"
         except FileNotFoundError as error:
             print(
-                f"README.md: {error.filename or error} is missing; `make results`, `finetune` and `study` measure",
+                f"{page}: {error.filename or error} is missing; `make results`, `finetune` and `study` measure",
                 file=sys.stderr,
             )
             return 1
         text = re.sub(rf"{start}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)
     if check and text != before:
-        print("README.md: its tables are not those of results/*.json; run tools/readme_tables.py", file=sys.stderr)
+        print(f"{page}: its tables are not those of results/*.json; run tools/readme_tables.py", file=sys.stderr)
         return 1
     if not check:
         path.write_text(text)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 
 import pytest
 from PIL import Image
 
+from lineattn.cli.analyze import KINDS
 from lineattn.cli.main import main
+from lineattn.nn.token.retention import Retention
 from tests.tasks.helpers import few_digits, fit
 
 
@@ -60,6 +64,48 @@ def test_a_run_without_attention(checkpoint, capsys):
     assert "no attention over depth" in capsys.readouterr().err
 
 
+def test_the_help_lists_the_kinds(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["analyze", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {kind} " in shown for kind in KINDS)
+
+
+def test_a_trained_network_needs_a_checkpoint(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["analyze", "decay"])
+    assert "--ckpt_path" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+def test_conditions(tmp_path, capsys, monkeypatch):
+    """Without a checkpoint: tables, and three files of the same rows."""
+    monkeypatch.setattr("lineattn.analysis.conditions.TOKENS", (4, 8))
+    arguments = ["analyze", "conditions", "--methods", "metala,softmax_attention", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"metala .* query, value, decay *│ ✓ *│ ✓ *│ ✓ *│ ✓", shown)
+    assert re.search(r"softmax_attention *│ not shown *│ ✗ *│ ✓ *│ ✓ *│ ✗", shown)
+    assert "not about what is learned" in shown and "metala: zero is the limit of its decays: 0." in shown
+    found = json.loads((tmp_path / "conditions.json").read_text())
+    assert found["environment"]["seed"] == 0 and found["command"].startswith("lineattn analyze conditions --methods")
+    rows = read(tmp_path / "conditions.csv")
+    for row, written in zip(found["rows"], rows, strict=True):
+        assert {key: str(row[key]) for key in ("method", "linear", "least", "growth")}.items() <= written.items()
+        assert float(written["error_4"]) == row["fits"]["4"]
+        assert [written["state_64"], written["state_1024"]] == list(map(str, row["state"]))
+    with Image.open(tmp_path / "conditions.png") as picture:
+        assert picture.width == 800
+
+
+@pytest.mark.medium
+def test_a_method_that_is_not_what_it_says_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lineattn.analysis.conditions.TOKENS", (4, 4))
+    monkeypatch.setattr(Retention, "row", Retention.row._replace(decay="input"))
+    assert main(["analyze", "conditions", "--methods", "retention", "--out", str(tmp_path)]) == 1
+    assert "fault: retention: its row says decay: input, and measured is decay: fixed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -67,6 +113,9 @@ def test_a_run_without_attention(checkpoint, capsys):
         (["decay", "--ckpt_path", "x", "--images", "0"], "--images is 0; it must be at least 1"),
         (["decay", "--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
         (["decay", "--ckpt_path", "nowhere.ckpt", "--out", __file__], "is a file; name a folder"),
+        (["conditions", "--methods", "metalla"], "did you mean 'metala'"),
+        (["conditions", "--methods", "kcla"], "unknown token method 'kcla'"),
+        (["conditions", "--out", __file__], "is a file; name a folder"),
     ],
 )
 def test_bad_input_is_one_line(args, message, capsys):

@@ -23,6 +23,8 @@ Row = dict[str, Any]
 # Of Okabe and Ito's palette, and dashes for grey.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+_DASHES_OF_MANY = [dash for dash in _DASHES for _ in _COLOURS]  # with the colours, a style each for sixteen
+_LEAST = 1e-9  # below it a logarithmic axis shows nothing more
 _MEASURES = ("share", "decay", "decay and norm", "influence")
 _LABELS = {
     "share": "share of attention",
@@ -129,6 +131,31 @@ def draw_map(rows: Sequence[Row], heads: Sequence[Row], title: str, path: Path) 
     top.colorbar(image, ax=list(axes), label=label)
     if bottom:
         _gates(bottom[0], heads, stages)
+    _write(canvas, path)
+
+
+def draw_conditions(rows: Sequence[Row], path: Path) -> None:
+    """Writes how small decays become with the size of a token, and how far maps are from softmax attention's."""
+    from lineattn.analysis.conditions import ENOUGH, SIZES
+
+    figure, canvas = _figure("What methods along tokens can do", 4.2)
+    decays, maps = _row(figure, 2)
+    for row, colour, dash, mark in zip(rows, _cycle(_COLOURS), _DASHES_OF_MANY, _cycle("osv^"), strict=False):
+        style = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4, "label": row["method"]}
+        if row["least_decays"]:
+            small = [max(value, _LEAST) for value in row["least_decays"]]
+            decays.plot(SIZES, small, **style)
+        maps.plot(list(row["fits"]), [max(error, _LEAST) for error in row["fits"].values()], **style)
+    maps.axhline(ENOUGH, color="0.6", linewidth=0.8)
+    decays.set(xlabel="size of tokens (root mean square)", ylabel="smallest decay, random weights", ylim=(_LEAST, 2))
+    maps.set(xlabel="tokens, as many as key channels", ylabel="largest error of a softmax map", ylim=(_LEAST, 2))
+    decays.set_xscale("log")
+    for place in (decays, maps):
+        place.set_yscale("log")
+        place.grid(alpha=0.3)
+    maps.xaxis.set_major_locator(MaxNLocator(integer=True))
+    handles, labels = maps.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
     _write(canvas, path)
 
 

@@ -1,4 +1,4 @@
-"""`lineattn analyze`: what attention over depth does in a trained network."""
+"""`lineattn analyze`: what attention over depth does in a trained network, and what attention over tokens can do."""
 
 from __future__ import annotations
 
@@ -21,30 +21,49 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-KINDS = {
+TRAINED = {
     "similarity": "cosine between the keys of different layers: heat map, histogram, each head",
     "decay": "what is left of a layer at a distance: shares, products of learned decays, influence by perturbation",
     "depth-map": "which layer attends to which, and the gate and temperature of each head",
 }
+KINDS = TRAINED | {
+    "conditions": "methods of the token axis: linear cost, dynamic memory, static approximation, least parameters"
+}
 
 
 def run(args: list[str]) -> int:
-    """Analyses the network of a checkpoint on real images: CSV files, a picture, and a table of means."""
+    """Runs one kind of analysis: CSV files, a picture, and a table."""
     kinds = "\n".join(f"  {name:<12} {line}" for name, line in KINDS.items())
     parser = argparse.ArgumentParser(
         prog="lineattn analyze",
-        description=f"What attention over depth does in a trained network, on real images.\n\nkinds:\n{kinds}",
+        description="What attention over depth does in the network of a checkpoint, on real images; and what attention "
+        f"over tokens can do (conditions).\n\nkinds:\n{kinds}\n\n`lineattn analyze KIND --help` lists the options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("options", metavar="OPTIONS", nargs=argparse.REMAINDER, help="those of the kind")
+    kind, rest = vars(parser.parse_args(args)).values()
+    if kind not in KINDS:
+        raise unknown("kind of analysis", kind, KINDS)
+    if kind == "conditions":
+        from lineattn.cli import analyze_conditions
+
+        return analyze_conditions.run(rest)
+    return _trained(kind, rest)
+
+
+def _trained(kind: str, args: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"lineattn analyze {kind}",
+        description=f"Of a trained network, on real images: {TRAINED[kind]}.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--ckpt_path", type=Path, required=True, help="checkpoint of a run")
     parser.add_argument("--input", help="an image, a folder or a glob (default: the run's validation or test images)")
     parser.add_argument("--images", type=int, default=64, help="how many, spread evenly over the set (default: 64)")
     parser.add_argument("--out", type=Path, help="folder for the files (default: analysis/ in the run's folder)")
     options = parser.parse_args(args)
-    if options.kind not in KINDS:
-        raise unknown("kind of analysis", options.kind, KINDS)
     if options.images < 1:
         raise InputError(f"--images is {options.images}; it must be at least 1")
 
@@ -54,13 +73,13 @@ def run(args: list[str]) -> int:
 
     trained = restore(options.ckpt_path)
     if trained.task != "cls":
-        raise InputError(f"{options.ckpt_path} is of the task {trained.task}: analyze is for classifiers so far")
+        raise InputError(f"{options.ckpt_path} is of the task {trained.task}: analyze {kind} is for classifiers so far")
     here = options.ckpt_path.parent
     out = options.out or (here.parent if here.name == "checkpoints" else here) / "analysis"
     images = _images(trained, options.input, options.images)
     found = record(trained.net, images)
     title = f"{trained.arguments['name']}, {trained.arguments.get('attn')}, {len(images)} images"
-    analyse = {"similarity": _similarity, "decay": _decay, "depth-map": _depth_map}[options.kind]
+    analyse = {"similarity": _similarity, "decay": _decay, "depth-map": _depth_map}[kind]
     written = analyse(found, title, out)
     print(f"wrote {', '.join(map(str, written))}")
     return 0
@@ -98,8 +117,8 @@ def _similarity(found: Sequence[Stretch], title: str, out: Path) -> list[Path]:
 
     rows, histogram = similarity_rows(found), histogram_rows(found)
     files = [out / name for name in ("similarity.csv", "similarity_histogram.csv", "similarity.png")]
-    _write_csv(files[0], rows)
-    _write_csv(files[1], histogram)
+    write_csv(files[0], rows)
+    write_csv(files[1], histogram)
     draw_similarity(rows, histogram, f"Keys of different layers: {title}", files[2])
     shown = []
     for stage, own in _by(rows, "stage").items():
@@ -115,7 +134,7 @@ def _decay(found: Sequence[Stretch], title: str, out: Path) -> list[Path]:
 
     rows = decay_rows(found)
     files = [out / name for name in ("decay.csv", "decay.png")]
-    _write_csv(files[0], rows)
+    write_csv(files[0], rows)
     draw_decay(rows, f"What is left of a layer: {title}", files[1])
     shown = []
     for stage, own in _by(rows, "stage").items():
@@ -133,11 +152,11 @@ def _depth_map(found: Sequence[Stretch], title: str, out: Path) -> list[Path]:
 
     rows, heads = map_rows(found), head_rows(found)
     files = [out / name for name in ("depth_map.csv", "depth_map.png")]
-    _write_csv(files[0], rows)
+    write_csv(files[0], rows)
     draw_map(rows, heads, f"From layer to layer: {title}", files[1])
     if heads:
         files.append(out / "heads.csv")
-        _write_csv(files[-1], heads)
+        write_csv(files[-1], heads)
         shown = []
         for stage, own in _by(heads, "stage").items():
             gates = [row["gate"] for row in own]
@@ -161,7 +180,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     console.table(title, columns, rows)
 
 
-def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -24,7 +24,7 @@ VERBS = {
     "check-data": "what is wrong with a data set, before training finds out",
     "sweep": "a grid of settings times seeds, one run folder each; finished runs are not run again",
     "compare": "finished runs side by side: mean ± std, parameters, MACs, memory, time",
-    "analyze": "what attention over depth does in a trained network: similarity, decay, depth-map",
+    "analyze": "what attention over depth does in a trained network, and what each method along tokens can do",
     "profile": "cost against depth: parameters, MACs, memory and time of each method, and how they grow",
     "bench": "time and memory of networks and operators, beside what they are compared with",
     "export": "a checkpoint to safetensors, ONNX or torch.export, with a check against torch",
