@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lineattn import registry
+from lineattn.cli.main import main
 from lineattn.cli.restore import restore
 from lineattn.cli.task import run
 from lineattn.models.byte_tokenizer import EOS, byte_tokenizer
@@ -100,6 +101,34 @@ def test_a_tokenizer_of_hugging_face_gives_the_same_run(texts: Path, tmp_path: P
     plain = fit(tmp_path / "plain", "--data.root", str(texts), *TEXT, task="lm")
     theirs = ("--data.tokenizer", str(tmp_path / "tokenizer"))
     assert fit(tmp_path / "theirs", "--data.root", str(texts), *TEXT, *theirs, task="lm")["last"] == plain["last"]
+
+
+@pytest.mark.medium
+def test_a_run_goes_to_hugging_face_and_says_the_same(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import lineattn.hf  # noqa: F401
+
+    options = ("--optim.lr", "0.01", "--trainer.max_epochs", "4")
+    fit(tmp_path / "run", "--data.root", str(texts), *TEXT, *options, task="lm")
+    checkpoint, folder = tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "hf"
+    assert main(["to-hf", str(checkpoint), str(folder)]) == 0
+    assert "largest difference of a logit after reading it back: 0\n" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".hf*"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    predict = ["--ckpt_path", str(checkpoint), "--temperature", "0", "--tokens", "12", "--prompt", "the "]
+    expected = run("predict", "lm", predict, quiet=True)["continuation"]
+    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("the ").input_ids]])
+    found = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(found, skip_special_tokens=True) == expected
+    capsys.readouterr()  # transformers' bar
+    assert f"{folder} is not an empty folder" in fails(capsys, "to-hf", str(checkpoint), str(folder))
+    fit(tmp_path / "gla", "--data.root", str(texts), *TEXT, "--model.attn", "gla", task="lm")
+    other = tmp_path / "gla" / "checkpoints" / "last.ckpt"
+    assert "the mixer is GLA" in fails(capsys, "to-hf", str(other), str(tmp_path / "no"))
+    assert not (tmp_path / "no").exists()
 
 
 def test_recall_is_learnt_and_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -29,6 +29,7 @@ VERBS = {
     "bench": "time and memory of networks and operators, beside what they are compared with",
     "export": "a checkpoint to safetensors, ONNX or torch.export, with a check against torch",
     "lm-eval": "a language model on zero-shot tasks of lm-evaluation-harness, offline too",
+    "to-hf": "a language model of a run as a folder that Hugging Face's transformers read",
     "doctor": "versions, kernels, devices, network: what works here and what doesn't",
 }
 TASK_VERBS = {
