@@ -81,9 +81,10 @@ finetune: .venv/.installed-dev ## KCLA attached to a trained trunk, from both st
 # DATA is a tar of CIFAR-10's images, for STUDY=kvasir a folder of images and masks; results/study_*.json are of
 # ../shared/data/cifar10/cifar10_jpeg_60k.tar.xz and ../shared/data/kvasir_seg_mini.
 STUDY ?= depth
-study: .venv/.installed-dev ## a small study, STUDY=depth, sample or kvasir: results/study_*.json (an hour or two; goes on where it stopped)
-	test $(STUDY) = kvasir || $(BIN)/python tools/study_data.py $(DATA) runs/study/data
-	$(RUN)/python tools/study.py $(STUDY) $(if $(filter kvasir,$(STUDY)),$(DATA),runs/study/data) runs/study/$(STUDY)
+study: .venv/.installed-dev ## a small study, STUDY=depth, sample, kvasir, mqar or metala: results/study_*.json (an hour or two; goes on where it stopped)
+	$(if $(filter depth sample,$(STUDY)),$(BIN)/python tools/study_data.py $(DATA) runs/study/data)
+	$(RUN)/python tools/study.py $(STUDY) runs/study/$(STUDY) \
+		$(if $(filter depth sample,$(STUDY)),--images runs/study/data) $(if $(filter kvasir,$(STUDY)),--images $(DATA))
 
 clean: ## remove what was built, .venv too; runs/ stays
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache src/lineattn/ops/native/*.so

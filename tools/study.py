@@ -1,6 +1,6 @@
 """Runs a small study, and collects what its runs have found: results/study_NAME.json, docs/study_NAME.png.
 
-Usage: python tools/study.py depth|sample|kvasir FOLDER_OF_IMAGES OUT [--jobs 2] [--collect]
+Usage: python tools/study.py depth|sample|kvasir|mqar|metala OUT [--images FOLDER] [--jobs 2] [--collect]
 
 Every cell is a `lineattn sweep`; the command goes on where it was stopped. Cells run beside each other with one thread
 each: networks this small keep one core busy.
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from study_masks import baselines, draw_overlays
+from study_recall import best_rates, draw_recall
 
 from lineattn.files import write_json, write_whole
 
@@ -44,6 +45,7 @@ class Study:
     Attributes:
         metric: What is shown of a run, and `what` it is called.
         weights: Which it is of: the `last`, or the `best` on the validation split.
+        images: Whether it is of a folder of images.
     """
 
     recipe: str
@@ -53,6 +55,7 @@ class Study:
     metric: str = "test/acc1"
     what: str = "test accuracy, %"
     weights: Literal["last", "best"] = "last"
+    images: bool = True
 
 
 def depth(name: str, attn: str, arguments: str = "", seeds: int = 3, **model: str) -> Cell:
@@ -68,7 +71,52 @@ def sample(name: str, attn: str, arguments: str = "{}") -> Cell:
     return Cell(name, {"model.attn": attn, "model.swap": "blocks.*.attn", "model.attn_args": arguments})
 
 
+def recall() -> dict[str, Cell]:
+    """Each method at four rates, with heads so narrow that pairs outnumber their keys, and, once each, with wider ones."""
+    cells = {}
+    for heads, seeds in ((16, 3), (4, 1)):
+        wide = f"{{heads: {heads}, key_width: 64}}"
+        mixers = {
+            "metala": ("MetaLA", f"{{heads: {heads}, key_width: 64, conv: 2}}"),
+            "gla": ("GLA", wide),
+            "retention": ("RetNet's retention", f"{{heads: {heads}, value_width: 64}}"),
+            "linear_attention": ("linear attention", f"{{heads: {heads}}}"),
+        }
+        for attn, (title, arguments) in mixers.items():
+            for rate in RATES:
+                options = {"model.attn": attn, "model.attn_args": arguments, "optim.lr": rate}
+                cells[f"{attn}_{64 // heads}_{rate}"] = Cell(f"{title}, keys of {64 // heads}", options, seeds)
+    for rate in RATES:
+        options = {"model.attn": "softmax_attention", "model.attn_args": "{heads: 2}", "optim.lr": rate}
+        cells[f"softmax_attention_{rate}"] = Cell("softmax attention, 2 heads", options)
+    return cells
+
+
+RATES = ("0.001", "0.00215", "0.00464", "0.01")
 STUDIES = {
+    "mqar": Study(
+        "mqar.yaml",
+        "8 pairs in 32 tokens, two blocks of width 64, 1,000 steps",
+        recall(),
+        task="mqar",
+        metric="test/acc",
+        what="test accuracy over what is asked, %",
+        images=False,
+    ),
+    "metala": Study(
+        "pydoc_metala.yaml",
+        "three blocks of width 128, Python's help texts, 300 steps",
+        {
+            "metala": Cell("MetaLA", {}),
+            "key": Cell("with a key", {"model.attn_args": "{heads: 4, key: true}"}),
+            "no_conv": Cell("without short convolution", {"model.attn_args": "{heads: 4, conv: 0}"}),
+            "no_augmentation": Cell("without self-augmentation", {"model.attn_args": "{heads: 4, augmentation: none}"}),
+        },
+        task="lm",
+        metric="test/bpb",
+        what="test, bits a byte",
+        images=False,
+    ),
     "depth": Study(
         "cifar10_resnet20.yaml",
         "ResNet-20, 5,000 re-encoded CIFAR-10 images, 4 epochs",
@@ -116,7 +164,7 @@ STUDIES = {
 }
 
 
-def train(study: Study, images: Path, out: Path, jobs: int) -> int:
+def train(study: Study, images: Path | None, out: Path, jobs: int) -> int:
     """Trains what is missing, a process a run, the first seeds of all cells first; returns how many runs failed."""
     runs = [(seed, name) for name, cell in study.cells.items() for seed in range(1, cell.seeds + 1)]
     with ThreadPoolExecutor(jobs) as pool:
@@ -124,20 +172,11 @@ def train(study: Study, images: Path, out: Path, jobs: int) -> int:
         return sum(code != 0 for code in codes)
 
 
-def _train(study: Study, images: Path, out: Path, name: str, seed: int) -> int:
+def _train(study: Study, images: Path | None, out: Path, name: str, seed: int) -> int:
     options = [part for key, value in study.cells[name].options.items() for part in (f"--{key}", value)]
     recipe = ROOT / "recipes" / "study" / study.recipe
-    command = [
-        sys.executable,
-        "-m",
-        "lineattn",
-        "sweep",
-        study.task,
-        "--config",
-        str(recipe),
-        "--data.root",
-        str(images),
-    ]
+    command = [sys.executable, "-m", "lineattn", "sweep", study.task, "--config", str(recipe)]
+    command += [] if images is None else ["--data.root", str(images)]
     command += [*options, "--data.num_workers", "0", "--seeds", str(seed), "--out", str(out / name)]
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 
@@ -149,7 +188,7 @@ def collect(study: Study, out: Path) -> dict[str, Any]:
         found = [_summary(out / name / str(seed)) for seed in range(1, cell.seeds + 1)]
         runs = [{"seed": one["seed"]} | one[study.weights] for one in found if one]
         first = next((one for one in found if one), {})
-        costs = {key: first.get(key) for key in ("params", "macs")}
+        costs = {key: first[key] for key in ("params", "macs", "state_numbers") if key in first}
         row = {"cell": name, "name": cell.name, "settings": cell.options, "wanted": cell.seeds, "runs": runs}
         cells.append(row | costs)
     environments = [json.loads(path.read_text()) for path in sorted(out.glob("*/*/env.json"))]
@@ -174,7 +213,7 @@ def draw(study: Study, cells: list[dict[str, Any]], path: Path) -> None:
     cells = [cell for cell in cells if cell["runs"]]
     for i, cell in enumerate(cells):
         values = [run[study.metric] for run in cell["runs"]]
-        ours = cell["cell"].startswith("kcla")
+        ours = cell["cell"].startswith(("kcla", "metala"))
         colour = "0.4" if cell["cell"] == "none" else "tab:orange" if ours else "tab:blue"
         axes.plot(values, [i] * len(values), "o", color=colour, alpha=0.6, markersize=6)
         axes.plot([statistics.mean(values)] * 2, [i - 0.35, i + 0.35], color=colour, linewidth=2.5)
@@ -191,20 +230,27 @@ def draw(study: Study, cells: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("images", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--images", type=Path)
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other")
     parser.add_argument("--collect", action="store_true", help="train nothing")
     options = parser.parse_args()
     study = STUDIES[options.study]
+    if study.images != (options.images is not None):
+        parser.error(f"--images is {'missing' if study.images else 'for other studies'}")
     failed = 0 if options.collect else train(study, options.images, options.out, options.jobs)
     found = collect(study, options.out)
     if study.task == "seg":
         found["baselines"] = baselines(ROOT / "recipes" / "study" / study.recipe, options.images)
+    if study.task == "mqar":
+        found["best"] = best_rates(found["cells"])
     write_json(ROOT / "results" / f"study_{options.study}.json", found)
     if study.task == "seg":
         first = {cell.name: options.out / name / "1" for name, cell in study.cells.items()}
         draw_overlays(first, ROOT / "docs" / f"study_{options.study}_overlays.png")
+    if study.task == "mqar":
+        draw_recall(found["best"], f"{study.title} (three seeds)", ROOT / "docs" / "study_mqar.png")
+        return 1 if failed else 0
     draw(study, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
     return 1 if failed else 0
 

@@ -18,6 +18,7 @@ from lineattn.cli.task_predict import PREDICTIONS
 from lineattn.errors import InputError, unknown
 from lineattn.files import write_json, write_text
 from lineattn.measure import environment
+from lineattn.models.language import LanguageModel
 from lineattn.ops import native
 from lineattn.tasks import console
 from lineattn.tasks.checkpoint import Interrupted, epoch_is_done, load
@@ -192,6 +193,8 @@ def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) ->
     recipe = {key: value for key, value in cli.settings.items() if key != "seed_everything"}
     recipe["model"] = {key: value for key, value in recipe["model"].items() if f"model.{key}" not in ATTENTION_KEYS}
     peak = cli.recorder.peak_mib
+    example = cli.data.example()
+    state = {"state_numbers": net.state_size(example.shape[1])} if isinstance(net, LanguageModel) else {}
     return {
         "task": cli.task,
         "status": "done" if _ran_to_its_end(cli) else "stopped",
@@ -200,7 +203,8 @@ def _summary(cli: TaskCLI, last: dict[str, Any], best: dict[str, Any] | None) ->
         "metric": cli.module.metric,
         "params": count_params(net),
         "trainable_params": count_params(net, trainable=True),
-        "macs": count_macs(net, cli.data.example()),
+        "macs": count_macs(net, example),
+        **state,
         "peak_memory_mib": None if peak is None else round(peak, 2),
         "peak_memory_of": "saved tensors, parameters, gradients" if _on_cpu(cli) else "allocator",
         "seconds_per_epoch": cli.recorder.seconds_per_epoch(),
