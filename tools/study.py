@@ -72,7 +72,7 @@ def sample(name: str, attn: str, arguments: str = "{}") -> Cell:
 
 
 def recall() -> dict[str, Cell]:
-    """Each method at four rates, with heads so narrow that pairs outnumber their keys, and, once each, with wider ones."""
+    """Each method at four rates, with heads so narrow that pairs outnumber keys; and once each with wider ones."""
     cells = {}
     for heads, seeds in ((16, 3), (4, 1)):
         wide = f"{{heads: {heads}, key_width: 64}}"

@@ -138,9 +138,9 @@ def draw_conditions(rows: Sequence[Row], path: Path) -> None:
     """Writes how small decays become with the size of a token, and how far maps are from softmax attention's."""
     from lineattn.analysis.conditions import ENOUGH, SIZES
 
-    figure, canvas = _figure("What methods along tokens can do", 4.2)
+    figure, canvas = _figure("What methods along tokens can do", 4.6)
     decays, maps = _row(figure, 2)
-    for row, colour, dash, mark in zip(rows, _cycle(_COLOURS), _DASHES_OF_MANY, _cycle("osv^"), strict=False):
+    for row, colour, dash, mark in zip(rows, _cycle(_COLOURS), _DASHES_OF_MANY, _cycle("osv^DP*X<>"), strict=False):
         style = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4, "label": row["method"]}
         if row["least_decays"]:
             small = [max(value, _LEAST) for value in row["least_decays"]]
@@ -155,7 +155,7 @@ def draw_conditions(rows: Sequence[Row], path: Path) -> None:
         place.grid(alpha=0.3)
     maps.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = maps.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=9, frameon=False)
     _write(canvas, path)
 
 

@@ -185,6 +185,8 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     learned.xaxis.get_major_locator().set_params(integer=True)
     times.set(title="one more token, ms", xlabel="tokens before it", ylim=(0, None))
     sizes.set(title="kept between tokens, MiB", xlabel="tokens before it", ylim=(0, None))
+    for axes in (times, sizes):
+        axes.set_xticks(CONTEXTS, [f"{context // 1024}k" for context in CONTEXTS])
     learned.legend(frameon=False)
     for axes in (learned, times, sizes):
         axes.grid(alpha=0.2)
