@@ -75,20 +75,20 @@ def recall() -> dict[str, Cell]:
     """Each method at four rates, with heads so narrow that pairs outnumber keys; and once each with wider ones."""
     cells = {}
     for heads, seeds in ((16, 3), (4, 1)):
-        wide = f"{{heads: {heads}, key_width: 64}}"
+        wide = f"{{heads: {heads}, key_width: 32}}"
         mixers = {
-            "metala": ("MetaLA", f"{{heads: {heads}, key_width: 64, conv: 2}}"),
+            "metala": ("MetaLA", f"{{heads: {heads}, key_width: 32, conv: 2}}"),
             "gla": ("GLA", wide),
-            "retention": ("RetNet's retention", f"{{heads: {heads}, value_width: 64}}"),
+            "retention": ("RetNet's retention", f"{{heads: {heads}, value_width: 32}}"),
             "linear_attention": ("linear attention", f"{{heads: {heads}}}"),
         }
         for attn, (title, arguments) in mixers.items():
             for rate in RATES:
                 options = {"model.attn": attn, "model.attn_args": arguments, "optim.lr": rate}
-                cells[f"{attn}_{64 // heads}_{rate}"] = Cell(f"{title}, keys of {64 // heads}", options, seeds)
+                cells[f"{attn}_{32 // heads}_{rate}"] = Cell(f"{title}, keys of {32 // heads}", options, seeds)
     for rate in RATES:
-        options = {"model.attn": "softmax_attention", "model.attn_args": "{heads: 2}", "optim.lr": rate}
-        cells[f"softmax_attention_{rate}"] = Cell("softmax attention, 2 heads", options)
+        options = {"model.attn": "softmax_attention", "model.attn_args": "{heads: 1}", "optim.lr": rate}
+        cells[f"softmax_attention_{rate}"] = Cell("softmax attention, 1 head", options)
     return cells
 
 
@@ -96,7 +96,7 @@ RATES = ("0.001", "0.00215", "0.00464", "0.01")
 STUDIES = {
     "mqar": Study(
         "mqar.yaml",
-        "8 pairs in 32 tokens, two blocks of width 64, 1,000 steps",
+        "4 pairs in 16 tokens, two blocks of width 32, 600 steps",
         recall(),
         task="mqar",
         metric="test/acc",
