@@ -43,14 +43,15 @@ def test_every_form_is_the_recurrence():
 
 def test_a_step_is_compared_with_caches_of_every_length(monkeypatch):
     monkeypatch.setattr(decode, "STEPS", 2)
-    ticks = []
-    rows = decode.measure(rounds=1, tick=lambda: ticks.append(1), contexts=(16, 64))
-    softmax = "softmax over a cache (SDPA, d=128)"
+    ticks, contexts = [], (16, 64, 128)
+    rows = decode.measure(rounds=1, tick=lambda: ticks.append(1), contexts=contexts)
+    softmax, layer = "softmax over a cache (SDPA, d=128)", "MetaLA, the layer"
     assert [(row["context"], row["name"]) for row in rows] == [
-        (context, name) for context in (16, 64) for name in ("ours", softmax)
+        (context, name) for context in contexts for name in ("ours", layer, softmax)
     ]
-    assert len(ticks) == 4 == decode.calls(rounds=1)
+    assert len(ticks) == 9 == decode.calls(rounds=1)
+    memory = 4 * 64 * 128 * 4
     assert [round(row["state_mb"] * 1e6) for row in rows] == [
-        size for context in (16, 64) for size in (4 * 64 * 128 * 4, 2 * 4 * context * 128 * 4)
+        size for context in contexts for size in (memory, memory + 3 * 512 * 4, 2 * 4 * context * 128 * 4)
     ]
     assert all(row["cpu_us"] > 0 and row["cpu_ratio"] > 0 for row in rows)

@@ -1,7 +1,8 @@
 """One more token: a step of the recurrence against softmax attention over a cache of all earlier tokens.
 
-The operator alone, with a batch of one and as many heads on both sides. Softmax attention's queries are as wide as the
-values, and its cache holds the keys and values of the context.
+The operators alone, with a batch of one and as many heads on both sides. Softmax attention's queries are as wide as the
+values, and its cache holds the keys and values of the context. Beside them a whole layer of MetaLA, projections and
+all, that has really read the context.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from lineattn.bench.timing import Timing, compared, take_turns
+from lineattn.nn.token.metala import MetaLA
+from lineattn.nn.token.recurrent import RecurrentState
 from lineattn.ops.scan import scan_step
 
-CONTEXTS = (1024, 8192)
+CONTEXTS = (1024, 8192, 65536)
 BATCH, HEADS, KEYS, VALUES = 1, 4, 64, 128
 SETTING = {"batch_size": BATCH, "heads": HEADS, "key_width": KEYS, "value_width": VALUES, "decays": "per key channel"}
 SOFTMAX = f"softmax over a cache (SDPA, d={VALUES})"
+LAYER = "MetaLA, the layer"
 
 # Steps of one timed call: a single one is shorter than the clock of processor time can tell.
 STEPS = 100
@@ -52,11 +56,14 @@ def measure(
         v, state = (torch.randn(BATCH, HEADS, *shape, generator=draws) for shape in ((VALUES,), (KEYS, VALUES)))
         query = torch.randn(BATCH, HEADS, 1, VALUES, generator=draws)
         cache = [torch.randn(BATCH, HEADS, context, VALUES, generator=draws) for _ in range(2)]
+        layer = MetaLA(HEADS * VALUES, HEADS, init_std=None)
+        token, read = _read(layer, context, draws)
         steps = {
             "ours": _repeat(scan_step, q, -torch.expm1(g), v, g, state),
+            LAYER: _repeat(layer.step, token, read),
             SOFTMAX: _repeat(scaled_dot_product_attention, query, *cache),
         }
-        kept = {"ours": [state], SOFTMAX: cache}
+        kept = {"ours": [state], LAYER: read, SOFTMAX: cache}
         timings = {
             name: Timing(*([ms * 1e3 / STEPS for ms in series] for series in (timing.wall_ms, timing.cpu_ms)))
             for name, timing in take_turns(steps, rounds=rounds, tick=tick).items()
@@ -70,10 +77,17 @@ def measure(
 
 def calls(rounds: int) -> int:
     """How often `measure` will call ``tick``."""
-    return rounds * len(CONTEXTS) * 2
+    return rounds * len(CONTEXTS) * 3
 
 
-def _repeat(form: Callable[..., object], *arguments: Tensor) -> Callable[[], object]:
+@torch.no_grad()
+def _read(layer: MetaLA, context: int, draws: torch.Generator) -> tuple[Tensor, RecurrentState]:
+    """A token ``(1, C)``, and the state after so many before it."""
+    tokens = torch.randn(1, context + 1, layer.channels, generator=draws)
+    return tokens[:, -1], layer(tokens[:, :-1])[1]
+
+
+def _repeat(form: Callable[..., object], *arguments: Any) -> Callable[[], object]:
     @torch.no_grad()
     def call() -> None:
         for _ in range(STEPS):
