@@ -10,7 +10,7 @@ import sys
 import pytest
 from PIL import Image
 
-from lineattn.cli.demo import cls, seg
+from lineattn.cli.demo import cls, lm, seg
 from lineattn.cli.demo.base import SEEDS, Seen
 from lineattn.cli.demo.cls import CLS, Digit
 from lineattn.cli.demo.pictures import draw
@@ -179,3 +179,30 @@ def test_the_demo_of_segmentation_trains_well_above_guessing(tmp_path, capsys):
     coloured = [view.tobytes()[0::3] != view.tobytes()[2::3] for view in overlays]
     assert coloured[:2] == [False, True] and sum(coloured) >= 3 * 8  # an empty scene might be the best
     assert "report.html" in capsys.readouterr().out
+
+
+@pytest.mark.medium
+def test_the_demo_of_language_models_shows_what_it_promises(tmp_path, capsys, monkeypatch):
+    small = {"data.length": "32", "model.width": "16", "model.depth": "1", "trainer.limit_train_batches": "2"}
+    limits = {f"trainer.limit_{split}_batches": "2" for split in ("val", "test")}
+    monkeypatch.setattr(lm, "RECIPE", lm.RECIPE | small | limits)
+    monkeypatch.setattr(lm, "CONTEXTS", (8, 32))
+    assert main(["demo", "lm", "--out", str(tmp_path / "demo")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(lm.PROMPT) == 2 and "bytes by their frequency" in shown and "One more token" in shown
+    found = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert 20 < found["frequencies"] < 40
+    states = {name: [row["state"] for row in one["decode"]] for name, one in found["methods"].items()}
+    assert states["metala"][0] == states["metala"][1] and states["softmax_attention"][1] == 32 * (2 * 16 + 1)
+    with Image.open(tmp_path / "demo" / "curves.png") as picture:
+        assert picture.size == (1100, 370)
+
+
+@pytest.mark.slow
+def test_the_demo_of_language_models_learns(tmp_path):
+    assert main(["demo", "lm", "--out", str(tmp_path / "demo")]) == 0
+    found = json.loads((tmp_path / "demo" / "results.json").read_text())
+    for method in found["methods"].values():
+        assert method["run"]["last"]["test/byte_ppl"] < 0.5 * found["frequencies"]
+    metala, softmax = (found["methods"][name]["decode"] for name in ("metala", "softmax_attention"))
+    assert metala[-1]["ms"] < 3 * metala[0]["ms"] and softmax[-1]["ms"] > 3 * softmax[0]["ms"]
