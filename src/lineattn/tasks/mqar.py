@@ -36,7 +36,8 @@ class AssociativeRecall(SequenceTask):
         assert isinstance(net, LanguageModel)
         asked = target != IGNORE
         logits = net.lm_head(net.features(inputs)[0][asked]).float()  # of a large vocabulary, where they are needed
-        return F.cross_entropy(logits, target[asked], label_smoothing=self.optim.label_smoothing), logits
+        smoothing = self.optim.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits, target[asked], label_smoothing=smoothing), logits
 
     def note(self, meter: Any, loss: Tensor, outputs: Tensor, target: Tensor) -> None:
         meter.update(loss, outputs, target[target != IGNORE])
