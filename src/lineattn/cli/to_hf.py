@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from lineattn.errors import InputError, need
 
@@ -36,7 +37,7 @@ def run(args: list[str]) -> int:
     trained = restore(options.ckpt_path)
     if not isinstance(trained.net, LanguageModel) or not isinstance(trained.data, TextData):
         raise InputError(f"{options.ckpt_path} is of the task {trained.task}: to-hf is for language models, of task lm")
-    tokenizer = trained.data.tokenizer.core or byte_tokenizer()
+    tokenizer: Any = trained.data.tokenizer.core or byte_tokenizer()
     # What stands between documents in training begins a text and ends it.
     tokenizer.bos_token = tokenizer.eos_token
     ids = {"bos_token_id": trained.data.separator, "eos_token_id": trained.data.separator}
