@@ -204,7 +204,7 @@ def test_9_images_and_masks_of_every_mode(tmp_path, monkeypatch) -> None:
 
 
 # 10: `predict` fails on a DataModule. More in tests/tasks/test_cls.py.
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["cls", "seg"])
 def test_10_all_verbs_run(task, photos, tmp_path) -> None:
     if task == "seg":
         root, network, classes = scenes(tmp_path / "scenes", count=4), "resunet", {"background", "foreground"}
@@ -220,6 +220,27 @@ def test_10_all_verbs_run(task, photos, tmp_path) -> None:
         assert found[key] == fitted["last"][key]
     images = run("predict", task, [*last, "--input", str(new)], quiet=True)
     assert len(images) == 4 and all(found.keys() == classes for found in images.values())
+
+
+@pytest.mark.parametrize("task", ["lm", "mqar"])
+def test_10_all_verbs_run_on_tokens(task, tmp_path) -> None:
+    (tmp_path / "text.txt").write_text("all work and no play " * 20)
+    data = {
+        "lm": ("--data.root", str(tmp_path / "text.txt"), "--data.length", "32"),
+        "mqar": ("--data.length", "8", "--data.pairs", "1", "--data.train_examples", "8", "--data.examples", "8"),
+    }[task]
+    small = ("--model.width", "16", "--model.depth", "1", "--trainer.max_epochs", "1", "--data.batch_size", "2")
+    fitted = run("fit", task, [*data, *small, "--out", str(tmp_path / "run")], quiet=True)
+    last = ("--ckpt_path", "last", "--out", str(tmp_path / "run"))
+    for verb, split in [("validate", "val"), *([("test", "test")] if task == "mqar" else [])]:
+        found = run(verb, task, [*data, *last], quiet=True)
+        assert found[f"{split}/{fitted['metric']}"] == fitted["last"][f"{split}/{fitted['metric']}"]
+    if task == "lm":
+        assert run("predict", task, [*last, "--tokens", "5"], quiet=True)["tokens"] <= 5
+
+
+def test_10_no_task_is_forgotten() -> None:
+    assert set(TASKS) == {"cls", "seg", "lm", "mqar"}
 
 
 # 11: A resumed run isn't the one left alone. tests/tasks/test_resume.py compares weights, averages, optimiser and

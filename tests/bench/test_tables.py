@@ -71,9 +71,7 @@ def test_the_layer_leaves_out_the_single_points_of_growth(tool):
 
 
 def test_tables_are_written_and_compared(tool, capsys, monkeypatch):
-    monkeypatch.setattr(tool, "SUBJECTS", ("scan",))
-    monkeypatch.setattr(tool, "TABLES", {})
-    monkeypatch.setattr(tool, "STUDIES", ())
+    monkeypatch.setattr(tool, "PAGES", {"README.md": {"scan": lambda: tool.operator("scan")}})
     readme = tool.ROOT / "README.md"
     readme.write_text("<!-- table: scan -->\n<!-- end -->\n")
     assert tool.main(check=True) == 1 and "bench_scan.json is missing" in capsys.readouterr().err
