@@ -26,6 +26,7 @@ from lineattn.models.metala_hf import (
     to_hf,
 )
 from lineattn.models.metala_published import load_published
+from lineattn.nn.token.base import Layout
 from tests.oracles.token import metala
 
 SIZES = {"vocab_size": 23, "decoder_embed_dim": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "glu_dim": 24}
@@ -503,7 +504,7 @@ class TestFaultsOfThePublishedCode:
         mixer.conv1d.weight.data.fill_(0.5)
         mixer.k_gate.weight.data.fill_(5 / 16)
         x = torch.ones(1, 20, 16, dtype=torch.bfloat16)
-        assert (mixer.parts(mixer._convolved(x, None, None)[0]).k[0, 4:] > 0).all()
+        assert (mixer.parts(mixer.local(x, None, Layout())[0]).k[0, 4:] > 0).all()
         assert (mixer(x)[1].memory != 0).all()
 
     def test_2_heads_and_tokens_are_not_mixed_up(self):

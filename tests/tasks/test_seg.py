@@ -275,7 +275,7 @@ def test_what_is_for_classifiers_refuses_by_one_line(
     done: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = fails(capsys, *command, "--ckpt_path", str(done / "checkpoints" / "last.ckpt"))
-    assert f"is of the task seg: {command[0]} is for classifiers so far" in line
+    assert f"is of the task seg: {' '.join(command)} is for classifiers so far" in line
 
 
 def test_prediction_skips_what_it_cannot_read_and_says_so(

@@ -62,7 +62,7 @@ class Optim:
     decay_rate: float = 0.1
     min_lr: float = 0.0
     period: int | None = None
-    warmup_epochs: float = 0
+    warmup_epochs: float = 0.0
     warmup_lr: float = 1e-3
     per_step: bool = False
     label_smoothing: float = 0.0
