@@ -31,7 +31,8 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f".{path.name}.*.part"):
-            left.unlink(missing_ok=True)  # by a process that was killed while it wrote
+            if not _alive(left.suffixes[-2]):
+                left.unlink(missing_ok=True)  # by a process that was killed while it wrote
         with part.open("wb") as file:
             write(file)
             file.flush()
@@ -44,6 +45,17 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> None:
         if any(isinstance(cause, OSError) and cause.errno in _NO_ROOM for cause in causes(error)):
             raise InputError(f"no room on the disk to write {path}: free some, then run the command again") from error
         raise
+
+
+def _alive(number: str) -> bool:
+    """Whether the process of a number behind a dot still runs, here; others may write the same file now."""
+    try:
+        os.kill(int(number.removeprefix(".")), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def need_folder(path: Path | None) -> None:

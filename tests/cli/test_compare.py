@@ -72,13 +72,14 @@ def test_differences_are_paired_and_tested_from_five_seeds_on(tmp_path, capsys, 
     assert "did you mean 'kcla'" in capsys.readouterr().err
 
 
-def test_of_a_loss_less_is_better(tmp_path):
+@pytest.mark.parametrize("metric", ["test/loss", "test/bpb", "test/byte_ppl"])
+def test_of_a_loss_less_is_better(tmp_path, metric):
     for seed in range(1, 6):
         for attn, loss in (("none", 1.0 + 0.01 * seed), ("kcla", 1.5 + 0.02 * seed)):
             make_run(tmp_path / f"{attn}-{seed}", attn, seed, 90.0)
             summary = json.loads((path := tmp_path / f"{attn}-{seed}" / "summary.json").read_text())
-            path.write_text(json.dumps(summary | {"last": {"test/loss": loss}}))
-    assert main(["compare", str(tmp_path), "--metric", "test/loss"]) == 0
+            path.write_text(json.dumps(summary | {"last": {metric: loss}}))
+    assert main(["compare", str(tmp_path), "--metric", metric]) == 0
     assert table(tmp_path / "compare.csv")[1]["vs none"].endswith("worse here")
 
 

@@ -62,8 +62,10 @@ def test_norms(norm: Norm):
 
 def test_weights_are_tied_or_not():
     tied, apart = small(), small(tied=False)
-    assert tied.lm_head.weight is tied.embed_tokens.weight
-    assert apart.lm_head.weight is not apart.embed_tokens.weight
+    assert tied.lm_head is None and apart.lm_head is not None
+    features = torch.randn(2, 16)
+    torch.testing.assert_close(tied.logits(features), features @ tied.embed_tokens.weight.T)
+    torch.testing.assert_close(apart.logits(features), features @ apart.lm_head.weight.T)
 
 
 def test_without_an_mlp():
@@ -81,6 +83,9 @@ def test_the_size_of_the_state_is_what_it_holds():
     [
         ({"vocabulary": 0}, "vocabulary is 0"),
         ({"depth": 0}, "depth is 0"),
+        ({"hidden": -1}, "hidden is -1"),
+        ({"dropout": 1.5}, "dropout is 1.5"),
+        ({"init_std": -1.0}, "init_std is -1.0"),
         ({"norm": "batch"}, "norm is 'batch'"),
         ({"mixer": "metal"}, "metala"),
         ({"mixer_args": {"head": 2}}, "metala can't be built with {'head': 2}"),

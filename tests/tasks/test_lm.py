@@ -13,6 +13,8 @@ from lineattn.cli.main import main
 from lineattn.cli.restore import restore
 from lineattn.cli.task import run
 from lineattn.models.byte_tokenizer import EOS, byte_tokenizer
+from lineattn.tasks.lm import LanguageModelling
+from lineattn.tasks.optim import Optim
 from lineattn.tasks.record import Record
 from tests.tasks.helpers import Killed, assert_equal, contents, fails, fit, killed_at
 
@@ -129,6 +131,21 @@ def test_a_run_goes_to_hugging_face_and_says_the_same(
     other = tmp_path / "gla" / "checkpoints" / "last.ckpt"
     assert "the mixer is GLA" in fails(capsys, "to-hf", str(other), str(tmp_path / "no"))
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_average_of_the_weights_has_each_once(tied: bool):
+    module = LanguageModelling(
+        width=16, depth=1, attn_args={"heads": 2}, tied=tied, vocabulary=259, separator=257, optim=Optim(ema_decay=0.9)
+    )
+    assert module.ema is not None
+    before = {name: tensor.clone() for name, tensor in module.ema.module.state_dict().items()}
+    with torch.no_grad():
+        for parameter in module.net.parameters():
+            parameter.add_(1)
+    module.ema.update(module.net)
+    for name, tensor in module.ema.module.state_dict().items():
+        torch.testing.assert_close(tensor - before[name], torch.full_like(tensor, 0.1), msg=name)
 
 
 def test_recall_is_learnt_and_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

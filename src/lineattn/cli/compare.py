@@ -19,6 +19,7 @@ _MEMORY = {
     "saved tensors, parameters, gradients": "step memory MiB (saved+params+grads)",
     "allocator": "peak MiB (allocator)",
 }
+_FALLING = ("loss", "ppl", "bpb")  # metrics that are better the smaller they are
 _LEAST = 5  # common seeds, for a statement about a difference
 
 
@@ -117,7 +118,7 @@ def _difference(group: Group, base: Group, metric: str) -> str:
     if group is base or len(seeds) < _LEAST:
         return ""
     centre, low, high = paired_interval([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
-    return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high, less_is_better=metric.endswith('loss'))}"
+    return f"{centre:+.2f} ({low:+.2f} to {high:+.2f}), {verdict(low, high, less_is_better=metric.endswith(_FALLING))}"
 
 
 def spread(values: list[float], digits: int = 2) -> str:

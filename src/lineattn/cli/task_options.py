@@ -70,7 +70,7 @@ _HELP = {
     "fit": "Trains {0.what}.",
     "validate": "Evaluates a checkpoint on the validation split.",
     "test": "Evaluates a checkpoint on the test split.",
-    "predict": "{0.predicts} for a file, a folder or a glob.",
+    "predict": "{0.predicts}.",
 }
 
 

@@ -139,6 +139,11 @@ class LanguageModel(nn.Module):
         for name, number in (("vocabulary", vocabulary), ("channels", channels), ("depth", depth)):
             if number < 1:
                 raise InputError(f"{name} is {number}; it must be 1 or more")
+        for name, value in (("hidden", hidden or 0), ("init_std", init_std)):
+            if value < 0:
+                raise InputError(f"{name} is {value}; it must be 0 or more")
+        if not 0 <= dropout < 1:
+            raise InputError(f"dropout is {dropout}; it must be 0 or more and below 1")
         if hidden is None:
             hidden = -(-8 * channels // (3 * 64)) * 64
         mixers = [make_mixer(mixer, channels, mixer_args or {}) for _ in range(depth)]
@@ -146,10 +151,9 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Block(one, hidden, norm=norm) for one in mixers)
         self.final_norm = norm_of(norm, channels)
-        self.lm_head = nn.Linear(channels, vocabulary, bias=False)
+        # None where the embedding is used: two names for one tensor would be averaged, and saved, twice.
+        self.lm_head = None if tied else nn.Linear(channels, vocabulary, bias=False)
         self._start(init_std)
-        if tied:
-            self.lm_head.weight = self.embed_tokens.weight
 
     def _start(self, std: float) -> None:
         nn.init.normal_(self.embed_tokens.weight, std=std)
@@ -169,7 +173,11 @@ class LanguageModel(nn.Module):
         keep: int = 0,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         x, after = self.features(tokens, states, mask, cu_seqlens=cu_seqlens)
-        return self.lm_head(x[:, -keep:]), after
+        return self.logits(x[:, -keep:]), after
+
+    def logits(self, features: Tensor) -> Tensor:
+        """``(..., C) -> (..., V)``."""
+        return F.linear(features, (self.lm_head or self.embed_tokens).weight)
 
     def features(
         self,

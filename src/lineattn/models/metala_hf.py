@@ -435,7 +435,7 @@ def to_hf(
         glu_dim=mlp.l1.out_features,
         bias=mlp.l1.bias is not None,
         norm_type=next(name for name, ours in _NORMS.items() if ours == kind),
-        tie_word_embeddings=net.lm_head.weight is embedding,
+        tie_word_embeddings=net.lm_head is None,
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,

@@ -49,15 +49,19 @@ def load_published(net: nn.Module, source: Source) -> LoadReport:
         >>> net, other = (LanguageModel(11, 16, 1, mixer_args={"heads": 2}) for _ in range(2))
         >>> theirs = {f"module.model.{name}": value for name, value in other.state_dict().items()}
         >>> print(load_published(net, theirs))
-        state dict: 13 tensors loaded
+        state dict: 12 tensors loaded
     """
     found, ours = _read(source), net.state_dict()
     places = {_bare(name): name for name in ours}
-    tied = _HEAD in places and ours[places[_HEAD]].data_ptr() == ours[places[_EMBEDDING]].data_ptr()
+    tied = _HEAD not in places or ours[places[_HEAD]].data_ptr() == ours[places[_EMBEDDING]].data_ptr()
+    head: Tensor | None = None  # of a file, for a model whose embedding takes its place
     load: dict[str, Tensor] = {}
     unexpected = []
     for key, value in found.tensors.items():
         name = _bare(key)
+        if tied and name == _HEAD:
+            head = value
+            continue
         if name not in places:
             unexpected.append(key)
             continue
@@ -73,7 +77,7 @@ def load_published(net: nn.Module, source: Source) -> LoadReport:
         raise InputError(f"{found.name}: no place for {some(unexpected)}; is {field} another?")
     if lacking := [name for name in places if name not in load and not (tied and name == _HEAD)]:
         raise InputError(f"{found.name}: nothing there for {some(lacking)}; is the configuration another?")
-    if tied and _HEAD in load and not torch.equal(load[_HEAD], load[_EMBEDDING]):
+    if head is not None and not torch.equal(head, load[_EMBEDDING]):
         raise InputError(f"{found.name}: its head is not its embedding; the model needs tie_word_embeddings=False")
     load = {places[name]: value for name, value in load.items()}
     net.load_state_dict(load, strict=False)

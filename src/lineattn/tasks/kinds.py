@@ -50,9 +50,22 @@ _ADAMW = {
     "trainer.gradient_clip_val": 1.0,
 }
 KINDS = {
-    "cls": Kind(Classifier, ImageData, "an image classifier", "Class names and probabilities"),
-    "seg": Kind(Segmenter, SceneData, "a network that gives each pixel a class", "Masks and overlays"),
-    "lm": Kind(LanguageModelling, TextData, "a language model", "What comes next in a text", _ADAMW),
+    "cls": Kind(
+        Classifier, ImageData, "an image classifier", "Class names and probabilities for a file, a folder or a glob"
+    ),
+    "seg": Kind(
+        Segmenter,
+        SceneData,
+        "a network that gives each pixel a class",
+        "Masks and overlays for a file, a folder or a glob",
+    ),
+    "lm": Kind(
+        LanguageModelling,
+        TextData,
+        "a language model",
+        "What comes next in a text, given with --prompt or in a file",
+        _ADAMW,
+    ),
     "mqar": Kind(AssociativeRecall, RecallData, "a model that recalls pairs", "", _ADAMW),
 }
 

@@ -35,7 +35,7 @@ class AssociativeRecall(SequenceTask):
         net = self.net if self.training else self.evaluated_net
         assert isinstance(net, LanguageModel)
         asked = target != IGNORE
-        logits = net.lm_head(net.features(inputs)[0][asked]).float()  # of a large vocabulary, where they are needed
+        logits = net.logits(net.features(inputs)[0][asked]).float()  # of a large vocabulary, where they are needed
         smoothing = self.optim.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits, target[asked], label_smoothing=smoothing), logits
 

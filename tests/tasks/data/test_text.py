@@ -91,6 +91,39 @@ def test_the_tokens_of_a_large_text_are_kept_on_disk(tmp_path: Path, monkeypatch
     assert bytes(read_corpus(documents, Tokenizer("bytes")).tokens[1:8].tolist()) == b"changed"
 
 
+def test_a_damaged_file_of_tokens_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus, "_LARGE", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "texts", a_txt="abc", b_txt="de")
+    documents = list_documents(str(tmp_path / "texts"))["train"]
+    whole = read_corpus(documents, Tokenizer("bytes")).tokens.tolist()
+    for ending, content in ((".bin", b"ab"), (".bin", b""), (".json", b""), (".json", b"[1, 2]")):
+        (file,) = (tmp_path / "cache").rglob(f"*{ending}")
+        file.write_bytes(content)
+        assert read_corpus(documents, Tokenizer("bytes")).tokens.tolist() == whole
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "texts" / "a.txt"))
+    with pytest.raises(InputError, match="set XDG_CACHE_HOME to another folder"):
+        read_corpus(documents, Tokenizer("bytes"))
+
+
+def test_a_folder_and_a_file_may_be_splits_of_one_set(tmp_path: Path):
+    write(tmp_path, train__a_txt="one", val_txt="two")
+    assert {split: len(part) for split, part in list_documents(str(tmp_path)).items()} == {"train": 1, "val": 1}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_of_few_documents_one_is_held_out(count: int, tmp_path: Path):
+    write(tmp_path, **{f"{name}_txt": name for name in "abc"[:count]})
+    splits = TextData(root=str(tmp_path)).splits
+    assert splits.val is not None and (splits.train.corpus.documents, splits.val.corpus.documents) == (count - 1, 1)
+
+
+def test_half_a_pair_of_surrogates_is_bytes(tmp_path: Path):
+    write(tmp_path, a_jsonl='{"text": "a\\ud800"}\n{"text": "b"}\n')
+    splits = TextData(root=str(tmp_path), val_fraction=0.5).splits
+    assert splits.val is not None and splits.train.corpus.size + splits.val.corpus.size == 5
+
+
 def test_a_tokenizer_of_hugging_face(tmp_path: Path):
     byte_tokenizer().save_pretrained(tmp_path)
     theirs, ours = Tokenizer(str(tmp_path)), Tokenizer("bytes")

@@ -49,7 +49,7 @@ class Document(NamedTuple):
             ) from None
         except OSError as error:
             raise InputError(f"{self.file} can't be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{self.file}, at byte {self.offset}: a line must be JSON with a string as text") from None
         if not isinstance(text, str):
             raise InputError(f"{self.file}, at byte {self.offset}: text is no string")
@@ -87,7 +87,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         if self.core is None:
-            return np.frombuffer(text.encode(), np.uint8)
+            return np.frombuffer(_utf8(text), np.uint8)
         return np.array(self.core(text, add_special_tokens=False).input_ids, dtype=np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -126,7 +126,7 @@ def list_documents(root: str | None) -> dict[str, list[Document]]:
     place = Path(root) if root is not None and Path(root).is_file() else find_root(root, _EXAMPLE)
     if place.is_file():
         return {"train": _listed([place])}
-    parts = find_parts(place) or {split: file for end in EXTENSIONS for split, file in find_parts(place, end).items()}
+    parts = {split: file for end in EXTENSIONS for split, file in find_parts(place, end).items()} | find_parts(place)
     if parts and "train" not in parts:
         there = next(iter(parts.values())).name
         raise InputError(f"--data.root {place} has {there} but nothing to train on: add train, or name another folder")
@@ -168,7 +168,7 @@ def held_out(documents: Sequence[Any], fraction: float) -> tuple[list[Any], list
         [2, 8]
     """
     order = permutation(len(documents), 0)
-    count = round(fraction * len(order))
+    count = min(max(1, round(fraction * len(order))), len(order) - 1)
     return [documents[i] for i in sorted(order[:count])], [documents[i] for i in sorted(order[count:])]
 
 
@@ -180,7 +180,7 @@ def tokenised(texts: Iterable[str], tokenizer: Tokenizer, file: io.BufferedIOBas
     for text in texts:
         if text:
             file.write(separator + tokenizer.encode(text).astype(kind).tobytes())
-            size, documents = size + len(text.encode()), documents + 1
+            size, documents = size + len(_utf8(text)), documents + 1
     file.write(separator)
     return size, documents
 
@@ -220,12 +220,32 @@ def _kept(documents: Sequence[Document], tokenizer: Tokenizer, files: list[tuple
     key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineattn" / "tokens"
     path, about = folder / f"{key}.bin", folder / f"{key}.json"
-    if not about.is_file() or not path.is_file():
+    found = _found(path, about)
+    if found is None:
         counts: list[int] = []
-        write_whole(path, lambda file: counts.extend(tokenised(_texts(documents), tokenizer, file)))
-        write_whole(about, lambda file: file.write(json.dumps(counts).encode()))
-    size, count = json.loads(about.read_bytes())
-    return Corpus(np.memmap(path, _kind(tokenizer), "r"), size, count)
+        try:
+            write_whole(path, lambda file: counts.extend(tokenised(_texts(documents), tokenizer, file)))
+            found = (*counts, path.stat().st_size)
+            write_whole(about, lambda file: file.write(json.dumps(found).encode()))
+        except OSError as error:
+            raise InputError(
+                f"the tokens can't be kept in {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder"
+            ) from error
+    return Corpus(np.memmap(path, _kind(tokenizer), "r"), *found[:2])
+
+
+def _found(path: Path, about: Path) -> tuple[int, int, int] | None:
+    """Bytes of text, documents, and bytes of the file with their tokens, if it is there and whole."""
+    try:
+        size, count, length = json.loads(about.read_bytes())
+        return (size, count, length) if path.stat().st_size == length else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _utf8(text: str) -> bytes:
+    """Its bytes; halves of a pair, which JSON and a terminal let through, as what they would be."""
+    return text.encode(errors="surrogatepass")
 
 
 def _texts(documents: Iterable[Document]) -> Iterator[str]:

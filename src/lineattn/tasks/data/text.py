@@ -159,8 +159,6 @@ class TextData(TaskData):
             parts = [corpus.in_memory(part, self.tokenizer) for part in texts]
         else:
             val, rest = corpus.held_out(train, fraction)
-            if not val or not rest:
-                raise InputError(f"--data.val_fraction {fraction} of {len(train)} documents leaves a split empty")
             parts = [corpus.read_corpus(part, self.tokenizer) for part in (rest, val)]
         return {"train": parts[0], "val": parts[1], **found}
 
