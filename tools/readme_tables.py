@@ -222,9 +222,16 @@ def conditions_measured() -> str:
     return "\n\n".join([markdown(rows, list(rows[0])), "\n".join(notes), _origin_of(found)])
 
 
-TABLES = {"demo": demo, "bench": bench, "layer": layer, "finetune": finetune, "conditions": conditions}
+TABLES = {
+    "recall": recall,
+    "demo": demo,
+    "bench": bench,
+    "layer": layer,
+    "finetune": finetune,
+    "conditions": conditions,
+}
 SUBJECTS = ("scan", "memory", "decode")
-STUDIES = ("depth", "sample", "kvasir")
+STUDIES = ("depth", "sample", "kvasir", "metala")
 PAGES = {
     "README.md": TABLES
     | {subject: partial(operator, subject) for subject in SUBJECTS}

@@ -96,7 +96,7 @@ RATES = ("0.001", "0.00215", "0.00464", "0.01")
 STUDIES = {
     "mqar": Study(
         "mqar.yaml",
-        "4 pairs in 16 tokens, two blocks of width 32, 600 steps",
+        "4 pairs in 16 tokens, two blocks of width 32, 1,000 steps",
         recall(),
         task="mqar",
         metric="test/acc",
@@ -249,7 +249,7 @@ def main() -> int:
         first = {cell.name: options.out / name / "1" for name, cell in study.cells.items()}
         draw_overlays(first, ROOT / "docs" / f"study_{options.study}_overlays.png")
     if study.task == "mqar":
-        draw_recall(found["best"], f"{study.title} (three seeds)", ROOT / "docs" / "study_mqar.png")
+        draw_recall(found["best"], study.title, ROOT / "docs" / "study_mqar.png")
         return 1 if failed else 0
     draw(study, found["cells"], ROOT / "docs" / f"study_{options.study}.png")
     return 1 if failed else 0
