@@ -223,7 +223,6 @@ def conditions_measured() -> str:
 
 
 TABLES = {
-    "recall": recall,
     "demo": demo,
     "bench": bench,
     "layer": layer,
