@@ -25,13 +25,8 @@ if tuple(map(int, __version__.split(".")[:2])) < (5, 24):  # before, generate ha
     raise ImportError(f"lineattn.hf needs transformers 5.24 or later, not {__version__}: pip install 'lineattn[hf]'")
 
 from lineattn.models.byte_tokenizer import byte_tokenizer
-from lineattn.models.metala_hf import (
-    MetalaConfig,
-    MetalaForCausalLM,
-    MetalaForSequenceClassification,
-    MetalaModel,
-    to_hf,
-)
+from lineattn.models.metala_convert import to_hf
+from lineattn.models.metala_hf import MetalaConfig, MetalaForCausalLM, MetalaForSequenceClassification, MetalaModel
 from lineattn.models.metala_published import load_published
 
 __all__ = [

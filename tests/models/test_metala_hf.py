@@ -18,12 +18,12 @@ from transformers.cache_utils import Cache, DynamicCache
 import lineattn.hf
 from lineattn.errors import InputError
 from lineattn.models.language import LanguageModel
+from lineattn.models.metala_convert import to_hf
 from lineattn.models.metala_hf import (
     MetalaConfig,
     MetalaForCausalLM,
     MetalaForSequenceClassification,
     MetalaModel,
-    to_hf,
 )
 from lineattn.models.metala_published import load_published
 from lineattn.nn.token.base import Layout

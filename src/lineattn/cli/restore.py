@@ -22,7 +22,7 @@ class Trained:
 
     Attributes:
         net: The network in evaluation mode, with averaged weights where the run kept them.
-        arguments: What `lineattn.create_model` builds it from.
+        arguments: What `lineattn.create_model` builds it from, or `LanguageModel`.
         classes: Names of the classes, in order of the outputs.
         task: What it was trained for.
         data: The data module it was trained on; nothing is read before it is asked.
