@@ -170,6 +170,23 @@ def study(name: str) -> str:
     return "\n\n".join([markdown(rows, list(rows[0])), _origin(f"`make study STUDY={name}`", environment)])
 
 
+def recall() -> str:
+    """Associative recall of each method at its best rate, by what it keeps of a sequence."""
+    found = _read("study_mqar")
+    rows = [
+        {
+            "": cell["name"],
+            found["what"]: spread([run[found["metric"]] for run in cell["runs"]]),
+            "seeds": len(cell["runs"]),
+            f"best of {cell['rates']} rates": cell["settings"]["optim.lr"],
+            "numbers kept": f"{cell['state_numbers']:,}",
+            "parameters": f"{cell['params']:,}",
+        }
+        for cell in sorted(found["best"], key=lambda cell: (cell["state_numbers"], cell["name"]))
+    ]
+    return "\n\n".join([markdown(rows, list(rows[0])), _origin("`make study STUDY=mqar`", found["environment"])])
+
+
 def _by_seed(cell: dict[str, Any], metric: str) -> dict[int, float]:
     return {run["seed"]: run[metric] for run in cell["runs"]}
 
@@ -228,6 +245,7 @@ TABLES = {
     "layer": layer,
     "finetune": finetune,
     "conditions": conditions,
+    "recall": recall,
 }
 SUBJECTS = ("scan", "memory", "decode")
 STUDIES = ("depth", "sample", "kvasir", "metala")

@@ -36,7 +36,7 @@ def draw_recall(best: list[dict[str, Any]], title: str, path: Path) -> None:
     styles = ("o-", "s--", "^:", "D-.", "v-")
     for (attn, own), style in zip(methods.items(), styles, strict=False):
         own = sorted(own, key=lambda cell: cell["state_numbers"])
-        colour = {"metala": "tab:orange", "softmax_attention": "0.4"}.get(attn)
+        colour = {"metala": "tab:orange", "retention": "tab:purple", "softmax_attention": "0.4"}.get(attn)
         sizes = [cell["state_numbers"] for cell in own]
         means = [statistics.mean(run["test/acc"] for run in cell["runs"]) for cell in own]
         (line,) = axes.plot(sizes, means, style, color=colour, label=own[0]["name"].partition(",")[0])
