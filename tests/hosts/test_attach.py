@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torchvision.models import resnet
@@ -11,6 +12,7 @@ from torchvision.models import resnet
 import lineattn
 from lineattn import attach
 from lineattn.errors import InputError
+from lineattn.hosts.attach import as_host
 from lineattn.models import create_model
 from lineattn.models.cifar_resnet import BasicBlock, CifarResNet
 from lineattn.nn.token.metala import MetaLA
@@ -230,3 +232,16 @@ def test_maps_instead_of_pooled_features() -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("resnet18", num_classes=0, global_pool="")
     assert attach(net, "eca").head_hidden_size == 512
+
+
+def test_a_network_without_a_place_for_attention_is_one_line() -> None:
+    net = timm.create_model("test_efficientnet")
+    with pytest.raises(InputError, match="no block that attention over depth could stand behind"):
+        attach(net, "kcla")
+
+
+def test_a_host_without_attention_has_the_maps_of_the_network() -> None:
+    host = as_host(create_model("resnet20_cifar").eval())
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(host(x), host.backbone(x)) and not list(host.sites)
+    assert torch.equal(host.features(x)[-1], host.forward_features(x)) and as_host(host) is host

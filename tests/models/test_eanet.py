@@ -17,7 +17,7 @@ from lineattn.analysis.cost import count_macs, count_params
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.models.eanet import EANet, dilated_resnet
-from lineattn.models.segmentation import load_encoder
+from lineattn.models.encoder import load_encoder
 from lineattn.nn.sample.external import ExternalAttention
 from tests.hosts.nets import shake
 
@@ -139,7 +139,7 @@ def test_names() -> None:
     assert not set(list_models(task="seg")) & set(list_models())
     assert list_models("eanet*") == [] and len(list_models("eanet*", task="seg")) == 2
     with pytest.raises(InputError, match="task is 'det'; it must be 'cls' or 'seg'"):
-        list_models(task="det")  # pyright: ignore[reportArgumentType]
+        list_models(task="gan")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from lineattn.analysis.cost import count_params
 from lineattn.errors import InputError
 from lineattn.hosts.depth_host import DepthHost
 from lineattn.hosts.weights import load_trunk
+from lineattn.models.encoder import load_encoder
 from lineattn.models.resunet import ResUNet, ResUNetEncoder
-from lineattn.models.segmentation import load_encoder
 from tests.hosts.nets import shake
 
 # A batch norm of 512 channels that the published network has and never calls.

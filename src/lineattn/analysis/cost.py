@@ -32,7 +32,8 @@ def count_macs(module: nn.Module, example: Tensor) -> int:
     """Multiply-accumulates of one forward pass.
 
     The pass runs on tensors without data: nothing is computed, and the module is not touched. Attention runs in its
-    unfused form, as torch's counter misses the fused one on the CPU.
+    unfused form, as torch's counter misses the fused one on the CPU. A detector is counted as if it kept as many
+    regions as it may, see `lineattn.models.detection.Detector.dense`.
 
     Args:
         module: Any module with one tensor as input.
@@ -44,9 +45,20 @@ def count_macs(module: nn.Module, example: Tensor) -> int:
     """
     # Of the meta device autocast knows no dtype, and a method that holds it off fails there: fake ones are on the CPU.
     with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        tensors = {name: _empty(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-        functional_call(module, tensors, (_empty(example),))
+        tensors = {f"module.{name}": _empty(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        functional_call(_Dense(module), tensors, (_empty(example),))
     return counter.get_total_flops() // 2
+
+
+class _Dense(nn.Module):
+    """A module, and what there is of its work whatever it sees."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> object:
+        return getattr(self.module, "dense", self.module)(x)
 
 
 def _empty(tensor: Tensor) -> Tensor:

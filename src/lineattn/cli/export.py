@@ -158,11 +158,11 @@ def _folded(net: nn.Module) -> nn.Module:
     """A copy with equal outputs where everything constant is folded, as far as the network's family is known."""
     import torch
 
-    from lineattn.models.segmentation import SegmentationNetwork
+    from lineattn.models.encoder import EncoderNetwork
     from lineattn.nn.sample.base import SampleAttention
 
     folded = copy.deepcopy(net).requires_grad_(False)
-    if isinstance(folded, SegmentationNetwork):
+    if isinstance(folded, EncoderNetwork):
         folded.set_encoder(_folded_trunk(folded.get_encoder()))
     else:
         folded = _folded_trunk(folded)

@@ -132,7 +132,7 @@ def attach(
     modules = {}
     for path, site in derive(proof.walked, reach, carries=cls.carries, norm=plan.norm).items():
         modules[path] = make_method(cls, site, plan, init, method_args)
-    host = DepthHost(net, plan, modules, _feature_info(proof.walked, probe), proof.num_features, proof.head_width)
+    host = _host(net, plan, modules, proof)
     if host.needs_split:
         try:
             prove(net, plan, probe, split=True)
@@ -142,6 +142,24 @@ def attach(
     host.sites.to(device=like.device, dtype=like.dtype).train(net.training)
     host.training = net.training
     return host
+
+
+def as_host(net: nn.Module) -> DepthHost:
+    """A network as a host without attention, for its maps; a host as it is.
+
+    Raises:
+        InputError: No plan fits, or the network would not compute what it does.
+
+    Example:
+        >>> import lineattn
+        >>> host = as_host(lineattn.create_model("resnet20_cifar"))
+        >>> [tuple(maps.shape) for maps in host.features(torch.zeros(1, 3, 32, 32))]
+        [(1, 16, 32, 32), (1, 32, 16, 16), (1, 64, 8, 8)]
+    """
+    if isinstance(net, DepthHost):
+        return net
+    plan = plans.find(net)
+    return _host(net, plan, {}, prove(net, plan, make_probe(net, plan.probe_side(net)), split=False))
 
 
 def make_method(
@@ -159,10 +177,12 @@ class Proof:
     Attributes:
         walked: The steps that are modules, and the shapes of their outputs, as maps.
         head_width: Channels that its classifier reads.
+        side: Pixels of a side of the images that it was compared on.
     """
 
     walked: list[tuple[Step, torch.Size]]
     head_width: int
+    side: int
 
     @property
     def num_features(self) -> int:
@@ -203,7 +223,7 @@ def prove(net: nn.Module, plan: Plan, probe: Tensor, *, split: bool) -> Proof:
     homes = {name.rpartition(".")[0] for name in plan.stem}  # read, but not called
     if extra := sorted(ran - ran_walked - homes):
         raise InputError(f"{_name(net)}: its forward calls {extra[0]!r}, which a {plan.family} has not; write a plan")
-    return Proof(walked, head_width)
+    return Proof(walked, head_width, probe.shape[2])
 
 
 def _walk_step(step: Step, x: Tensor, split: bool) -> Tensor:
@@ -263,12 +283,13 @@ def _name(net: nn.Module) -> str:
     return type(net).__qualname__
 
 
-def _feature_info(walked: list[tuple[Step, torch.Size]], probe: Tensor) -> list[dict[str, Any]]:
-    return [
-        {"num_chs": shape[1], "reduction": probe.shape[2] // shape[2], "module": f"backbone.{step.path}"}
-        for step, shape in walked
+def _host(net: nn.Module, plan: Plan, sites: Mapping[str, DepthAttention], proof: Proof) -> DepthHost:
+    info = [
+        {"num_chs": shape[1], "reduction": proof.side // shape[2], "module": f"backbone.{step.path}"}
+        for step, shape in proof.walked
         if step.is_feature
     ]
+    return DepthHost(net, plan, sites, info, proof.num_features, proof.head_width)
 
 
 class Unsplittable(InputError):

@@ -154,9 +154,10 @@ class DepthHost(nn.Module):
             The indices, counted from 0.
         """
         keep = self._levels(indices)
+        names = {module: name for name, module in self.backbone.named_modules()}
         level, paths = 0, list(self.plan.stem)
         for step in self.plan.steps(self.backbone):
-            paths.append(step.path)
+            paths.append(names.get(cast(nn.Module, step.module), step.path))  # what was put in has a name of its own
             level += step.is_feature
             if level > keep[-1]:
                 break

@@ -97,6 +97,8 @@ def derive(
             before, index = shape, index + 1
         if step.stage_end:
             stage, index = stage + 1, 0
+    if not sites:
+        raise InputError("the network has no block that attention over depth could stand behind; take another one")
     entries = [site.entry for site in sites.values()]
     for (path, site), following in zip(list(sites.items()), [*entries[1:], "start"], strict=True):
         if site.entry != "continue" and following != "continue":

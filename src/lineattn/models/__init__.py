@@ -15,14 +15,18 @@ from lineattn.hosts.attach import attach
 from lineattn.hosts.site import StateScope
 from lineattn.hosts.sources import Source
 from lineattn.hosts.swap import swap as exchange
-from lineattn.hosts.weights import load_trunk
 from lineattn.models.cifar_resnet import BasicBlock, Bottleneck, CifarResNet
+from lineattn.models.encoder import EncoderNetwork, encoder_of, load_weights
 from lineattn.models.resunet import ResUNet
-from lineattn.models.segmentation import SegmentationNetwork, load_encoder
 from lineattn.nn.depth.base import Init
 
-Task = Literal["cls", "seg"]
+Task = Literal["cls", "seg", "det"]
 _SEGMENTATION = ("resunet", "eanet_resnet50", "eanet_resnet101")
+_DETECTION = (
+    *(f"{kind}_resnet{depth}" for kind in ("faster_rcnn", "mask_rcnn") for depth in (50, 101)),
+    "retinanet_resnet50",
+)
+_DETECTORS = r"(faster_rcnn|mask_rcnn|retinanet)(?:_(resne[^/:]*)|:(.+))"
 _CIFAR = (
     *(f"resnet{depth}_cifar" for depth in (20, 32, 44, 56, 110)),
     *(f"resnet{depth}_bottleneck_cifar" for depth in (20, 29, 56, 110, 164)),
@@ -44,11 +48,12 @@ def list_models(pattern: str | None = None, *, task: Task = "cls") -> list[str]:
     """Names of networks for a task that `create_model` takes, all or those that fit a pattern.
 
     CIFAR ResNets of other depths exist too, and ``timm/NAME`` is any network of timm; for segmentation there is
-    ``smp/ARCHITECTURE:NAME``, an architecture of segmentation_models_pytorch on a network of timm.
+    ``smp/ARCHITECTURE:NAME``, an architecture of segmentation_models_pytorch on a network of timm, and for detection
+    ``faster_rcnn:NAME``, ``mask_rcnn:NAME`` and ``retinanet:NAME`` on any network for classification.
 
     Args:
         pattern: With ``*`` and ``?``.
-        task: ``cls``, classification, or ``seg``, segmentation.
+        task: ``cls``, classification, ``seg``, segmentation, or ``det``, detection.
 
     Raises:
         InputError: Another task.
@@ -60,8 +65,8 @@ def list_models(pattern: str | None = None, *, task: Task = "cls") -> list[str]:
         ['resunet', 'eanet_resnet50', 'eanet_resnet101']
     """
     if task not in get_args(Task):
-        raise InputError(f"task is {task!r}; it must be 'cls' or 'seg'")
-    names = _SEGMENTATION if task == "seg" else (*_CIFAR, *_TORCHVISION)
+        raise InputError(f"task is {task!r}; it must be 'cls', 'seg' or 'det'")
+    names = {"seg": _SEGMENTATION, "det": _DETECTION}.get(task, (*_CIFAR, *_TORCHVISION))
     return [name for name in names if pattern is None or fnmatch.fnmatch(name, pattern)]
 
 
@@ -69,9 +74,11 @@ def task_of(name: str) -> Task:
     """What a network is for, by its name; one that nobody knows counts as one for classification.
 
     Example:
-        >>> task_of("resunet"), task_of("smp/unet:resnet50"), task_of("timm/resnet50")
-        ('seg', 'seg', 'cls')
+        >>> task_of("resunet"), task_of("smp/unet:resnet50"), task_of("timm/resnet50"), task_of("mask_rcnn_resnet50")
+        ('seg', 'seg', 'cls', 'det')
     """
+    if re.fullmatch(_DETECTORS, name):
+        return "det"
     return "seg" if name in _SEGMENTATION or name.startswith("smp/") else "cls"
 
 
@@ -94,13 +101,14 @@ def create_model(
     """A network by name: plain, with attention over depth, or with other attention over the positions of a sample.
 
     Args:
-        name: One of `list_models`, ``timm/NAME``, or ``smp/ARCHITECTURE:NAME``, as ``smp/unet:resnet50``.
+        name: One of `list_models`, ``timm/NAME``, ``smp/ARCHITECTURE:NAME``, as ``smp/unet:resnet50``, or
+            ``mask_rcnn:NAME``, ``faster_rcnn:NAME`` or ``retinanet:NAME``, as ``mask_rcnn:timm/convnext_tiny``.
         attn: Method of the depth axis, or of the sample axis with ``at`` or ``swap``; ``None`` or ``"none"`` for the
             plain network.
-        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`; of a network for segmentation those of
-            its encoder, or of all of it, see `lineattn.models.segmentation.load_encoder`.
-        num_classes: Classes; by default 10 for CIFAR networks, 21 for EANets, 1 for other segmentation and the
-            library's, 1000 mostly, for others.
+        trunk: Weights to start from, see `lineattn.hosts.weights.load_trunk`; of a network for segmentation or
+            detection those of its encoder, or of all of it, see `lineattn.models.encoder.load_encoder`.
+        num_classes: Classes; by default 10 for CIFAR networks, 21 for EANets, 1 for other segmentation, 90 for
+            detection (the background is none of them), and the library's, 1000 mostly, for others.
         in_chans: Channels of the image.
         init: Start of the methods, see `lineattn.attach`. ``paper`` also starts torchvision's residual branches at
             zero, as the papers' ImageNet recipes do.
@@ -110,13 +118,14 @@ def create_model(
         width: Planes of the first stage of a CIFAR network, or of the stem of a ``resunet``, by default 16.
         net_args: Further arguments of the constructor that the network's library has for it, as ``img_size``; of ours,
             ``legacy_crop`` of `lineattn.models.resunet.ResUNet`, ``output_stride`` (8 or 16) of EANets, and what
-            `lineattn.models.eanet.EANet` takes.
+            `lineattn.models.eanet.EANet` takes; of a detector what `lineattn.models.detection.build` takes, and
+            ``trunk_args``, those of its trunk.
         tell: Gets the reports of ``swap`` and of ``trunk``; by default they are printed.
         method_args: Arguments of the method.
 
     Returns:
         The library's own network, for attention over depth in a `lineattn.hosts.depth_host.DepthHost`; of a network
-        for segmentation, whose attention is in its encoder, the encoder is in it.
+        for segmentation or detection, whose attention is in its encoder, the encoder is in it.
 
     Raises:
         InputError: No such model, method, module or argument, or weights that don't fit.
@@ -137,7 +146,24 @@ def create_model(
     if not isinstance(net_args, Mapping | None):
         raise InputError(f"net_args is a {type(net_args).__name__}; it must be a dictionary of arguments")
     given = dict(net_args or {})
-    if match := re.fullmatch(r"resnet(\d+)(_bottleneck)?_cifar", name):
+    if match := re.fullmatch(_DETECTORS, name):
+        trunk_args = given.pop("trunk_args", None)
+        encoder = create_model(
+            match[2] or match[3],
+            attn=attn,
+            in_chans=in_chans,
+            init=init,
+            scope=scope,
+            at=at,
+            swap=swap,
+            width=width,
+            net_args=trunk_args,
+            tell=tell,
+            **method_args,
+        )
+        net = _built(name, given, _detector, kind=match[1], encoder=encoder, num_classes=num_classes)
+        attn = None  # it has it
+    elif match := re.fullmatch(r"resnet(\d+)(_bottleneck)?_cifar", name):
         if given:
             raise InputError(f"net_args={given}: {name} has none; width= is its only choice")
         block = Bottleneck if match[2] else BasicBlock
@@ -161,9 +187,10 @@ def create_model(
     elif name.startswith("timm/"):
         net = _built(name, given, _timm, num_classes=num_classes, in_chans=in_chans)
     else:
-        raise unknown("model", name, [*list_models(), *list_models(task="seg"), *_in_timm(name)])
+        known = [other for task in get_args(Task) for other in list_models(task=task)]
+        raise unknown("model", name, [*known, *_in_timm(name)])
     if attn is not None and attn != "none":
-        encoder = net.get_encoder() if isinstance(net, SegmentationNetwork) else net
+        encoder = encoder_of(net)
         try:
             if swap is not None:
                 tell(exchange(encoder, swap, attn, **method_args))
@@ -175,12 +202,12 @@ def create_model(
             if not method_args:
                 raise
             raise InputError(f"{attn} can't be built with {method_args}: {' '.join(str(error).split())}") from error
-        if isinstance(net, SegmentationNetwork):
+        if isinstance(net, EncoderNetwork):
             net.set_encoder(encoder)
         else:
             net = encoder
     if trunk is not None:
-        tell(load_encoder(net, trunk) if isinstance(net, SegmentationNetwork) else load_trunk(net, trunk))
+        tell(load_weights(net, trunk))
     return net
 
 
@@ -260,6 +287,13 @@ def _smp(name: str, num_classes: int | None, in_chans: int, **net_args: Any) -> 
     if not colon:
         raise InputError(f"{name} names no encoder: smp/ARCHITECTURE:NAME, as smp/unet:resnet50")
     return SmpNetwork(architecture, encoder, in_chans=in_chans, **_classes(num_classes), **net_args)
+
+
+def _detector(_name: str, kind: str, encoder: nn.Module, num_classes: int | None, **net_args: Any) -> nn.Module:
+    """Imported here, as torchvision's import takes seconds."""
+    from lineattn.models.detection import build
+
+    return build(kind, encoder, **_classes(num_classes), **net_args)
 
 
 def _classes(given: int | None) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from inspect import signature
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineattn.errors import InputError
 from lineattn.hosts.weights import added_in, trunk_of
 from lineattn.models import create_model
-from lineattn.models.segmentation import SegmentationNetwork
+from lineattn.models.encoder import encoder_of
 from lineattn.nn.depth.base import Init
 from lineattn.tasks.base import Task
 from lineattn.tasks.optim import Optim
@@ -85,7 +85,7 @@ class ImageTask(Task, ABC):
         with seeded(seed):
             net = create_model(**arguments, trunk=trunk, tell=reports.append)
         if freeze_trunk:
-            frozen, classifiers = trunk_of(_encoder(net))
+            frozen, classifiers = trunk_of(encoder_of(net))
             frozen.requires_grad_(False)
             for path in (*classifiers, *added_in(frozen)):
                 frozen.get_submodule(path).requires_grad_(True)
@@ -99,7 +99,7 @@ class ImageTask(Task, ABC):
         """Training or evaluation mode; a frozen trunk is always in evaluation, but for what was put in."""
         super().train(mode)
         if self.freeze_trunk:
-            frozen = trunk_of(_encoder(self.net))[0].eval()
+            frozen = trunk_of(encoder_of(self.net))[0].eval()
             for module in added_in(frozen).values():
                 module.train(mode)
         return self
@@ -108,8 +108,3 @@ class ImageTask(Task, ABC):
         """(B, C, H, W) -> (B, outputs, ...); in evaluation by the averaged weights, where there are any."""
         net = self.net if self.training else self.evaluated_net
         return net(images.contiguous(memory_format=self.memory_format))
-
-
-def _encoder(net: nn.Module) -> nn.Module:
-    """The part of a network that a trunk's weights are for."""
-    return net.get_encoder() if isinstance(net, SegmentationNetwork) else net
