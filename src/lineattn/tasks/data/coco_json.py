@@ -117,7 +117,8 @@ def read_annotations(path: Path, *, on_fault: OnFault = stop) -> Annotations:
             area = _area(given.get("area"), box, cut=flaw == "clipped")
             image.objects.append(CocoObject(given.get("id", place), label, box, area, crowd, segmentation))
     for kind, items in faults.items():
-        on_fault(Fault(kind, f"{path}: ", items, "annotation", ": mend or remove it"))
+        before = f"{path}: {kind.replace('_', ' ')}: "
+        on_fault(Fault(kind, before, items, "annotation", ": mend or remove it"))
     return Annotations(path, categories, list(images.values()), flaws)
 
 

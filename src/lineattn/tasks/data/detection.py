@@ -182,7 +182,7 @@ class Objects(Samples):
 def _typed(target: Target, image: Tensor) -> Target:
     """The types by which torchvision tells boxes and masks from other tensors."""
     size = (image.shape[-2], image.shape[-1])
-    boxes: Any = tv_tensors.BoundingBoxes(  # torchvision's overloads know no tensor
+    boxes = tv_tensors.BoundingBoxes(  # pyright: ignore[reportCallIssue] - torchvision's overloads lack it
         target["boxes"], format=tv_tensors.BoundingBoxFormat.XYXY, canvas_size=size
     )
     typed = {**target, "boxes": boxes}
