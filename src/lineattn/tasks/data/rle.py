@@ -89,11 +89,34 @@ def checked(given: Any, height: int, width: int) -> tuple[Segmentation | None, s
 
 def _packed(api: Any, runs: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     counts: str | Sequence[int] = runs["counts"]
-    if isinstance(counts, str):
-        return {"size": [height, width], "counts": counts}
-    if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != math.prod((height, width)):
+    plain = unpacked(counts) if isinstance(counts, str) else counts
+    # pycocotools leaves what is missing to whatever was in memory.
+    if not all(isinstance(count, int) and count >= 0 for count in plain) or sum(plain) != math.prod((height, width)):
         raise BrokenMask("run lengths that don't add up to the image")
-    return api.frPyObjects(runs, height, width)
+    return {"size": [height, width], "counts": counts} if counts is not plain else api.frPyObjects(runs, height, width)
+
+
+def unpacked(counts: str) -> list[int]:
+    """Run lengths out of COCO's text of them.
+
+    A character has five bits and one that says whether more follow; from the fourth on, a length is the difference to
+    the last but one.
+
+    Example:
+        >>> unpacked(encode(np.eye(3, dtype=np.uint8))["counts"])
+        [0, 1, 3, 1, 3, 1]
+    """
+    found: list[int] = []
+    value = shift = 0
+    for code in counts.encode("utf-8"):
+        bits = code - 48
+        value |= (bits & 0x1F) << shift
+        shift += 5
+        if not bits & 0x20:
+            value -= (bits & 0x10) << (shift - 4)
+            found.append(value + found[-2] if len(found) > 2 else value)
+            value = shift = 0
+    return found
 
 
 def _api() -> Any:
