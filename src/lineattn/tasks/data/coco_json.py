@@ -161,7 +161,7 @@ def _images(path: Path, given: Iterable[Any], on_fault: OnFault) -> dict[int, Co
     if strange:
         on_fault(Fault("path", f"{path}: ", strange, "image", " outside of the data set: name files inside of it"))
     if twice:
-        on_fault(Fault("twice", f"{path}: ", twice, "image", " listed twice by id or file_name: keep one"))
+        on_fault(Fault("listed_twice", f"{path}: ", twice, "image", " listed twice by id or file_name: keep one"))
     if not found and not (broken or strange or twice):
         on_fault(InputError(f"{path} lists no images: add some, or remove the file"))
     return found
