@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lineattn.errors import InputError
 
 if TYPE_CHECKING:
+    from lineattn.tasks.data.det_survey import DetSurvey
     from lineattn.tasks.data.seg_survey import SegSurvey
     from lineattn.tasks.data.survey import Finding, Survey
 
@@ -24,11 +25,14 @@ def run(args: list[str]) -> int:
         prog="lineattn check-data",
         description="Reads every image of a data set and reports broken files, empty or missing classes, images that "
         "are in two splits, modes, sizes and class balance; with --task seg also masks that lack an image, are of "
-        "another size, or hold what is no class. Exit code 1 where training would stop or mislead.",
+        "another size, or hold what is no class; with --task det boxes that are none, and annotations that don't fit. "
+        "Exit code 1 where training would stop or mislead.",
         allow_abbrev=False,
     )
-    parser.add_argument("--root", required=True, help="folder of images, or of CIFAR's files")
-    parser.add_argument("--task", choices=("cls", "seg"), default="cls", help="what the data is for (default: cls)")
+    parser.add_argument("--root", required=True, help="folder of images, of CIFAR's files, or of COCO's format")
+    parser.add_argument(
+        "--task", choices=("cls", "seg", "det"), default="cls", help="what the data is for (default: cls)"
+    )
     parser.add_argument("--fast", action="store_true", help="headers alone: no broken pixels, no duplicates")
     parser.add_argument("--out", type=Path, help="a JSON file for all that was found")
     seg = parser.add_argument_group("with --task seg, as fit takes them behind --data.")
@@ -45,7 +49,13 @@ def run(args: list[str]) -> int:
     from lineattn.tasks import console
 
     found: Any
-    look, show = (_segmentation, _print_masks) if options.task == "seg" else (_classification, _print_classes)
+    if options.task != "seg":
+        _refuse_of_seg(options)
+    look, show = {
+        "cls": (_classification, _print_classes),
+        "seg": (_segmentation, _print_masks),
+        "det": (_detection, _print_objects),
+    }[options.task]
     with bars() as progress:
         bar = progress.add_task("reading", note="")
         try:
@@ -71,12 +81,15 @@ def _own_names(text: str) -> str:
     return text
 
 
+def _refuse_of_seg(options: argparse.Namespace) -> None:
+    for option in ("name", "classes_file", "masks"):
+        if getattr(options, option) is not None:
+            raise InputError(_own_names(f"--data.{option} is for --task seg: leave it out, or add that"))
+
+
 def _classification(options: argparse.Namespace, tell: Callable[[int, int], None]) -> Survey:
     from lineattn.tasks.data.survey import survey
 
-    for option in ("name", "classes_file", "masks"):
-        if getattr(options, option) is not None:
-            raise InputError(f"--data.{option} is for --task seg: leave it out, or add that")
     return survey(options.root, fast=options.fast, tell=tell)
 
 
@@ -91,6 +104,12 @@ def _segmentation(options: argparse.Namespace, tell: Callable[[int, int], None])
         fast=options.fast,
         tell=tell,
     )
+
+
+def _detection(options: argparse.Namespace, tell: Callable[[int, int], None]) -> DetSurvey:
+    from lineattn.tasks.data.det_survey import survey
+
+    return survey(options.root, fast=options.fast, tell=tell)
 
 
 def _print_classes(root: str, found: Survey) -> None:
@@ -135,6 +154,29 @@ def _print_masks(root: str, found: SegSurvey) -> None:
     pixels = ignored + sum(sum(classes.values()) for classes in found.pixels.values())
     left = f"; {ignored / pixels:.2%} of all pixels are ignored" if ignored else ""
     console.table(f"share of pixels, and in how many images{chosen}{left}", ["class", *found.counts], rows)
+
+
+def _print_objects(root: str, found: DetSurvey) -> None:
+    from lineattn.tasks import console
+
+    def each(counts: dict[str, int]) -> str:
+        return ", ".join(f"{count:,} {split}" for split, count in counts.items())
+
+    totals = {split: sum(classes.values()) for split, classes in found.objects.items()}
+    console.facts(
+        {
+            "data": root,
+            "images": f"{each(found.counts)}; without objects {each(found.empty)}",
+            "objects": f"{each(totals)}; {len(found.classes):,} classes",
+            "masks": each(found.masks),
+            "crowds": each(found.crowds),
+            "modes": _modes(found.modes),
+            "sizes": _sizes(found.sizes),
+        }
+    )
+    names, chosen = _shown(sorted(found.classes, key=lambda name: -found.objects["train"][name]))
+    rows = [[name, *(f"{classes.get(name, 0):,}" for classes in found.objects.values())] for name in names]
+    console.table(f"objects a class{chosen}", ["class", *found.objects], rows)
 
 
 def _modes(modes: dict[str, int]) -> str:

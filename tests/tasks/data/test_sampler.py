@@ -7,8 +7,9 @@ import pytest
 from lineattn.tasks.data.sampler import EvalBatches, TrainBatches
 
 
-def train(size, batch_size, *, epoch=0, done=0, rank=0, world=1, seed=1):
-    return TrainBatches(size, batch_size, seed=seed, position=lambda: (epoch, done), rank=rank, world=world)
+def train(size, batch_size, *, epoch=0, done=0, rank=0, world=1, seed=1, groups=None):
+    position = lambda: (epoch, done)  # noqa: E731
+    return TrainBatches(size, batch_size, seed=seed, position=position, groups=groups, rank=rank, world=world)
 
 
 def test_an_epoch_holds_each_sample_once_and_epochs_differ():
@@ -49,3 +50,29 @@ def test_evaluation_counts_each_sample_once_over_processes(size, world):
     batches = [list(sampler) for sampler in samplers]
     assert {len(mine) for mine in batches} == {len(samplers[0])}  # collectives in a step need this
     assert sorted(index for mine in batches for batch in mine for _, index in batch) == list(range(size))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("size", [24, 23, 41])
+def test_batches_are_of_one_group_but_for_what_is_left_over(size, world):
+    groups = [int(index % 3 == 0) for index in range(size)]
+    step = 4
+    ranks = [list(train(size, step // world, rank=rank, world=world, groups=groups)) for rank in range(world)]
+    assert {len(mine) for mine in ranks} == {len(train(size, step // world, world=world, groups=groups))}
+    together = [[index for mine in batches for _, index in mine] for batches in zip(*ranks, strict=True)]
+    whole = sum(groups.count(group) // step for group in (0, 1))
+    assert all(len({groups[index] for index in batch}) == 1 for batch in together[:whole])
+    assert len(together) - whole <= 2
+    everything = [index for batch in together for index in batch]
+    assert set(everything) == set(range(size)) and len(everything) == size + size % world
+
+
+def test_groups_are_mixed_within_an_epoch_start_late_and_differ_between_epochs():
+    groups = [index // 20 for index in range(40)]
+    batches = list(train(40, 4, groups=groups))
+    kinds = [groups[batch[0][1]] for batch in batches]
+    assert kinds != sorted(kinds) and kinds != sorted(kinds, reverse=True)
+    assert list(train(40, 4, groups=groups, done=3)) == batches[3:]
+    others = [[index for _, index in batch] for batch in train(40, 4, groups=groups, epoch=1)]
+    assert [[index for _, index in batch] for batch in batches] != others
+    assert list(train(40, 4, groups=[1] * 40)) == list(train(40, 4))

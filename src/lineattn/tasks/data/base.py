@@ -97,7 +97,13 @@ class TaskData(LightningDataModule, ABC):
         rank, world = self._place()
         samples = self.samples(self.splits.train, training=True)
         sampler = TrainBatches(
-            len(samples), self.batch_size, seed=self.seed, position=self._position, rank=rank, world=world
+            len(samples),
+            self.batch_size,
+            seed=self.seed,
+            position=self._position,
+            groups=samples.groups,
+            rank=rank,
+            world=world,
         )
         return self._loader(samples, sampler)
 

@@ -47,6 +47,9 @@ class Samples(Dataset[Batch], ABC):
     light: bool = False
     """Whether a sample costs so little that a process of its own would not pay."""
 
+    groups: Sequence[int] | None = None
+    """The group of each sample, where a batch in training is to be of one."""
+
     def __init__(self, source: Any, *, seed: int, on_error: OnError) -> None:
         self.source, self.seed, self.on_error = source, seed, on_error
 

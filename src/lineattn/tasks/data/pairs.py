@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lineattn.errors import InputError
+from lineattn.tasks.data.faults import Fault, OnFault, stop
 from lineattn.tasks.data.folder import find_images
 from lineattn.tasks.data.legend import Colour
 from lineattn.tasks.data.masks import MaskRule, read_mask
 from lineattn.tasks.data.reading import open_image, read_image
 from lineattn.tasks.data.source import Splits
 
-_SHOWN = 3  # files that are named of those with one fault
 _SUFFIXES = ("_segmentation", "_mask", "_seg", "_label")  # what a mask's name may have after the image's
 _ORIENTATION = 0x0112
 # The orientations that swap height and width.
@@ -31,30 +31,6 @@ _TURNS = {
 
 
 FilePairs = list[tuple[Path, Path]]  # images with their masks
-
-
-class Fault(InputError):
-    """Images and masks that make no pairs: one line that names a few of them.
-
-    Args:
-        kind: Its name, for programs.
-        before: What the line says before the names.
-        items: All names.
-        of: What an item is, in the singular.
-        after: What the line says after the names.
-    """
-
-    def __init__(self, kind: str, before: str, items: Sequence[str], of: str, after: str) -> None:
-        super().__init__(f"{before}{_some(items)}{after}")
-        self.kind, self.before, self.items, self.of, self.after = kind, before, list(items), of, after
-
-
-OnFault = Callable[[InputError], None]  # what is done with a fault, before what is left of the data set is looked at
-
-
-def stop(fault: InputError) -> None:
-    """Raises the fault."""
-    raise fault
 
 
 class PairSource(Protocol):
@@ -239,11 +215,6 @@ def _image_of(mask: str, images: Mapping[str, Path]) -> str:
         return mask
     found = (mask[: -len(suffix)] for suffix in _SUFFIXES if mask.lower().endswith(suffix))
     return next((name for name in found if name in images), mask)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _turned_like(file: Path, mask: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ class UnreadableImage(InputError):
         return str(self).split(": repair", 1)[0]
 
 
-def read_image(path: Path, channels: int) -> Tensor:
+def read_image(path: Path, channels: int, *, upright: bool = True) -> Tensor:
     """Decodes an image and gives it the channels of the network.
 
     Grey, palette, alpha and CMYK images become RGB (or grey, for one channel); 16-bit ones are scaled to 8 bits.
@@ -34,6 +34,7 @@ def read_image(path: Path, channels: int) -> Tensor:
     Args:
         path: The file.
         channels: 1 or 3.
+        upright: Turn it as the camera was held, where the file says so.
 
     Shape:
         Output: (channels, H, W), uint8.
@@ -43,7 +44,8 @@ def read_image(path: Path, channels: int) -> Tensor:
     """
     with open_image(path) as image:
         image.load()  # a TIFF is turned here
-        ImageOps.exif_transpose(image, in_place=True)  # cameras store how they were held
+        if upright:
+            ImageOps.exif_transpose(image, in_place=True)  # cameras store how they were held
         array = np.asarray(_convert(image, "L" if channels == 1 else "RGB"))
     return torch.from_numpy(array.copy()).reshape(*array.shape[:2], channels).permute(2, 0, 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.utils.data import Sampler
 
@@ -22,6 +22,8 @@ class TrainBatches(Sampler[list[Key]]):
         size: Number of samples.
         batch_size: Samples a process and step.
         seed: Seed of the run.
+        groups: The group of each sample, as wide and tall images are: a batch is of one, but for what the groups leave
+            over, which comes last.
         position: Returns the epoch and the number of its batches that are already done; asked at each start.
         rank: This process.
         world: Number of processes.
@@ -34,11 +36,12 @@ class TrainBatches(Sampler[list[Key]]):
         *,
         seed: int,
         position: Callable[[], tuple[int, int]],
+        groups: Sequence[int] | None = None,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         self.size, self.batch_size, self.seed, self.position = size, batch_size, seed, position
-        self.rank, self.world = rank, world
+        self.groups, self.rank, self.world = groups, rank, world
 
     def __len__(self) -> int:
         return -(-self.size // (self.batch_size * self.world))
@@ -47,8 +50,10 @@ class TrainBatches(Sampler[list[Key]]):
         # Not a generator: the position must be read now, not when the first batch is asked for.
         epoch, done = self.position()
         order = permutation(self.size, self.seed, epoch)
-        order += order[: -len(order) % self.world]
         step = self.batch_size * self.world
+        if self.groups is not None:
+            order = _together(order, self.groups, step)
+        order += order[: -len(order) % self.world]
         return iter(
             [
                 [(epoch, index) for index in order[start : start + step][self.rank :: self.world]]
@@ -80,3 +85,16 @@ class EvalBatches(Sampler[list[Key]]):
         for start in range(0, self.size, step):
             indices = range(start, min(start + step, self.size))
             yield [(0, index) for index in indices[self.rank :: self.world]]
+
+
+def _together(order: Sequence[int], groups: Sequence[int], step: int) -> list[int]:
+    """The same samples so that each `step` of them are of one group, as far as the groups go; the rest comes last."""
+    waiting: dict[int, list[int]] = {}
+    found: list[int] = []
+    for index in order:
+        group = waiting.setdefault(groups[index], [])
+        group.append(index)
+        if len(group) == step:
+            found += group
+            group.clear()
+    return found + [index for _, group in sorted(waiting.items()) for index in group]

@@ -15,7 +15,7 @@ from lineattn.tasks.seeding import mix
 CLASSES = ["background", "even", "odd"]
 PALETTE: list[Colour] = [(0, 0, 0), (230, 159, 0), (86, 180, 233)]
 _SCENES = {"train": 480, "val": 80, "test": 160}
-_INK = 0.4  # of the darkest; from there on a pixel is of the digit
+INK = 0.4  # of the darkest; from there on a pixel is of the digit
 
 
 def load(*, image_size: int, channels: int) -> SegSplits:
@@ -49,11 +49,7 @@ def _scenes(shapes: Source, count: int, split: int, side: int, channels: int) ->
 def _scene(shapes: Pixels, side: int, channels: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """One scene: a quarter holds a digit or nothing, so that digits don't touch."""
 
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(*shape, generator=draw)
-
-    coarse = uniform(0.1, 0.6, channels, 5, 5)
-    image = _scaled(coarse, side) + uniform(-0.06, 0.06, channels, side, side)
+    image = ground(draw, channels, side)
     mask = torch.zeros(side, side, dtype=torch.uint8)
     half = side // 2
     for quarter in range(4):
@@ -62,13 +58,25 @@ def _scene(shapes: Pixels, side: int, channels: int, draw: torch.Generator) -> t
         chosen = int(torch.randint(len(shapes), (), generator=draw))
         size = int(torch.randint(half * 5 // 8, half + 1, (), generator=draw))
         top, left = (int(torch.randint(half - size + 1, (), generator=draw)) for _ in range(2))
-        ink = _scaled(shapes.images[chosen].float() / 255, size)
+        ink = scaled(shapes.images[chosen].float() / 255, size)
         rows = slice(half * (quarter // 2) + top, half * (quarter // 2) + top + size)
         columns = slice(half * (quarter % 2) + left, half * (quarter % 2) + left + size)
-        image[:, rows, columns] = image[:, rows, columns] * (1 - ink) + uniform(0.7, 1.0, channels, 1, 1) * ink
-        mask[rows, columns] = torch.where(ink[0] >= _INK, 1 + shapes.labels[chosen] % 2, 0).to(torch.uint8)
+        image[:, rows, columns] = image[:, rows, columns] * (1 - ink) + uniform(draw, 0.7, 1.0, channels, 1, 1) * ink
+        mask[rows, columns] = torch.where(ink[0] >= INK, 1 + shapes.labels[chosen] % 2, 0).to(torch.uint8)
     return image.clamp(0, 1).mul(255).round().to(torch.uint8), mask
 
 
-def _scaled(pixels: Tensor, side: int) -> Tensor:
+def ground(draw: torch.Generator, channels: int, side: int) -> Tensor:
+    """An uneven and noisy ground, darker than ink."""
+    coarse = uniform(draw, 0.1, 0.6, channels, 5, 5)
+    return scaled(coarse, side) + uniform(draw, -0.06, 0.06, channels, side, side)
+
+
+def uniform(draw: torch.Generator, low: float, high: float, *shape: int) -> Tensor:
+    """Numbers between two bounds."""
+    return low + (high - low) * torch.rand(*shape, generator=draw)
+
+
+def scaled(pixels: Tensor, side: int) -> Tensor:
+    """Pixels as a square of another side."""
     return v2.functional.resize(pixels, [side, side], antialias=True)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lineattn.errors import InputError
+from lineattn.tasks.data.faults import Fault, OnFault, stop
 from lineattn.tasks.data.folder import find_parts, find_root
 from lineattn.tasks.data.legend import Legend, read_legend
 from lineattn.tasks.data.masks import MaskRule, RuleName, find_rule, nearest_rule
-from lineattn.tasks.data.pairs import Fault, FilePairs, OnFault, SegSplits, by_name, match, of_files, stop
+from lineattn.tasks.data.pairs import FilePairs, SegSplits, by_name, match, of_files
 from lineattn.tasks.data.reading import EXTENSIONS
 
 _EXAMPLE = "expected ROOT/images/NAME.jpg and ROOT/masks/NAME.png, or the two in ROOT/train, ROOT/val, ROOT/test"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from lineattn.errors import InputError, unknown
 from lineattn.tasks.data import seg_folder
+from lineattn.tasks.data.faults import OnFault, stop
 from lineattn.tasks.data.folder import find_root
 from lineattn.tasks.data.legend import ADE20K, BINARY, CITYSCAPES, IGNORE, VOC, read_legend
 from lineattn.tasks.data.masks import MaskRule, RuleName, read_mask
-from lineattn.tasks.data.pairs import FilePairs, OnFault, SegSplits, by_name, match, of_files, stop
+from lineattn.tasks.data.pairs import FilePairs, SegSplits, by_name, match, of_files
 from lineattn.tasks.data.seg_folder import match_folders, read_list, settled
 
 _ISIC = "expected ISIC2018_Task1-2_Training_Input and ISIC2018_Task1_Training_GroundTruth in ROOT"

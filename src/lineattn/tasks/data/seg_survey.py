@@ -18,12 +18,13 @@ from lineattn.errors import InputError
 from lineattn.tasks.data import seg_layouts
 from lineattn.tasks.data.legend import IGNORE, has_background
 from lineattn.tasks.data.masks import MaskRule, RuleName, read_mask
-from lineattn.tasks.data.pairs import Fault, FilePairs, Pairs, SegSplits, fitted
+from lineattn.tasks.data.pairs import FilePairs, Pairs, SegSplits, fitted
 from lineattn.tasks.data.reading import UnreadableImage, read_header
 from lineattn.tasks.data.survey import (
     Entry,
     Finding,
     Look,
+    by_kind,
     by_weight,
     counted,
     digest,
@@ -129,7 +130,7 @@ def survey(
         pairs.append(_Pair(*files[len(pairs)], seen))
         tell(len(pairs), len(files))
     notes = [Finding("notice", False, notice, []) for notice in splits.notices]
-    return _judge(pairs, splits, [*_pairing(found), *notes], fast=fast)
+    return _judge(pairs, splits, [*by_kind(found), *notes], fast=fast)
 
 
 class _Files(Dataset[_Look]):
@@ -221,18 +222,6 @@ def _judge(pairs: Sequence[_Pair], splits: SegSplits, findings: list[Finding], *
 
 def _label(mask: Look) -> str | None:
     return None if mask.digest is None else mask.digest.hex()
-
-
-def _pairing(found: Sequence[InputError]) -> Iterator[Finding]:
-    """What keeps images and masks from being pairs: that of one kind together, and all names."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for fault in found:
-        if isinstance(fault, Fault):
-            groups.setdefault((fault.kind, fault.before, fault.of, fault.after), []).extend(fault.items)
-        else:
-            yield Finding("layout", True, str(fault), [])
-    for (kind, before, of, after), items in groups.items():
-        yield Finding(kind, True, f"{before}{counted(items, of)}{after}", items)
 
 
 def _mask_faults(pairs: Sequence[_Pair], names: Sequence[str]) -> Iterator[Finding]:

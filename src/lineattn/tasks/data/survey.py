@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lineattn.errors import InputError
 from lineattn.tasks.data import cifar, folder
+from lineattn.tasks.data.faults import Fault
 from lineattn.tasks.data.reading import EXTENSIONS, UnreadableImage, read_header, read_image
 from lineattn.tasks.data.source import Pixels
 
@@ -218,6 +219,18 @@ def _judge(entries: Sequence[Entry], classes: dict[str, list[str]], notes: list[
     return found
 
 
+def by_kind(found: Sequence[InputError]) -> Iterator[Finding]:
+    """What keeps the files from being a data set: that of one kind together, and all names."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for fault in found:
+        if isinstance(fault, Fault):
+            groups.setdefault((fault.kind, fault.before, fault.of, fault.after), []).extend(fault.items)
+        else:
+            yield Finding("layout", True, str(fault), [])
+    for (kind, before, of, after), items in groups.items():
+        yield Finding(kind, True, f"{before}{counted(items, of)}{after}", items)
+
+
 def by_weight(findings: Sequence[Finding]) -> list[Finding]:
     """Serious ones first."""
     return sorted(findings, key=lambda finding: not finding.serious)
@@ -315,5 +328,5 @@ def extremes(entries: Sequence[Entry]) -> Iterator[Finding]:
 
 def counted(items: Sequence[str], of: str) -> str:
     """A number and what it is of."""
-    plural = {"class": "classes"}.get(of, f"{of}s")
+    plural = {"class": "classes", "box": "boxes", "category": "categories"}.get(of, f"{of}s")
     return f"{len(items):,} {of if len(items) == 1 else plural}"
