@@ -138,7 +138,7 @@ def test_names() -> None:
     assert list_models(task="seg") == ["resunet", "eanet_resnet50", "eanet_resnet101"]
     assert not set(list_models(task="seg")) & set(list_models())
     assert list_models("eanet*") == [] and len(list_models("eanet*", task="seg")) == 2
-    with pytest.raises(InputError, match="task is 'det'; it must be 'cls' or 'seg'"):
+    with pytest.raises(InputError, match="task is 'gan'; it must be 'cls', 'seg' or 'det'"):
         list_models(task="gan")  # pyright: ignore[reportArgumentType]
 
 
