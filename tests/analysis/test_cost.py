@@ -79,3 +79,31 @@ def test_parameters_shared_and_frozen():
     net[2].requires_grad_(False)
     assert count_params(net) == 16 + 10
     assert count_params(net, trainable=True) == 16
+
+
+def test_the_heads_of_a_detector_count_as_for_all_regions_it_may_propose():
+    sizes = {"fpn_channels": 16, "box_width": 32, "rpn_post_nms_top_n_test": 50, "min_size": 64}
+    net = create_model("faster_rcnn:resnet20_cifar", num_classes=3, net_args=sizes).eval()
+    example = torch.zeros(1, 3, 64, 64)
+    head = net.roi_heads
+    regions = 50 * sum(layer.weight.numel() for layer in (head.box_head.fc6, head.box_head.fc7))
+    regions += 50 * (head.box_predictor.cls_score.weight.numel() + head.box_predictor.bbox_pred.weight.numel())
+    maps = list(net.backbone(example).values())
+    dense = count_macs(net.backbone, example)
+    for level in maps:
+        dense += _by_formula(net.rpn.head, [level])
+        for module in net.rpn.head.modules():
+            module._forward_hooks.clear()
+    assert count_macs(net, example) == dense + regions
+
+
+def test_a_module_with_a_layer_called_dense_is_counted_whole():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.dense = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.dense(self.first(x))
+
+    assert count_macs(Net(), torch.zeros(1, 5)) == 50

@@ -63,6 +63,8 @@ def fit_args(images: Path, out: Path, *more: str):
         (("fit", "cls", "--data.name", "digit"), "did you mean 'digits'"),
         (("fit", "cls", "--optim.name", "momentun"), "did you mean 'momentum'"),
         (("fit", "cls", "--model.nam", "x"), "did you mean '--model.name'"),
+        (("fit", "cls", "--model.name", "resunet"), "resunet is a network for segmentation: choose another"),
+        (("fit", "cls", "--model.name", "retinanet_resnet50"), "is a network for detection: choose another"),
         (("fit", "cls", "--trainer.max_epochs", "many"), "--trainer.max_epochs many: expected int"),
         (("fit", "cls", "--data.augment", "cropp"), "--data.augment cropp"),
         (("fit", "cls", "--config", "absent.yaml"), "absent.yaml"),

@@ -158,9 +158,10 @@ def test_attention_and_a_trunk_in_the_encoder(tmp_path: Path) -> None:
         (("--data.scale", "[2, 1]"), "--data.scale"),
         (("--data.masks", "index"), "for the data set folder, not digits"),
         (("--model.name", "resnet18"), "it is none for segmentation"),
+        (("--model.name", "mask_rcnn_resnet50"), "is a network for detection: choose another"),
         (("--optim.label_smoothing", "0.1"), "label_smoothing is for classification"),
     ],
-    ids=["loss", "weights", "fit", "scale", "masks", "network", "smoothing"],
+    ids=["loss", "weights", "fit", "scale", "masks", "network", "detector", "smoothing"],
 )
 def test_what_does_not_fit_is_one_line(args, message, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--data.image_size", "16", "--data.num_workers", "0", "--trainer.max_epochs", "1")

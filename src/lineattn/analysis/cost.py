@@ -33,7 +33,7 @@ def count_macs(module: nn.Module, example: Tensor) -> int:
 
     The pass runs on tensors without data: nothing is computed, and the module is not touched. Attention runs in its
     unfused form, as torch's counter misses the fused one on the CPU. A detector is counted as if it kept as many
-    regions as it may, see `lineattn.models.detection.Detector.dense`.
+    regions as it may, see `lineattn.models.detection.Detector.forward_dense`.
 
     Args:
         module: Any module with one tensor as input.
@@ -58,7 +58,7 @@ class _Dense(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> object:
-        return getattr(self.module, "dense", self.module)(x)
+        return getattr(self.module, "forward_dense", self.module)(x)
 
 
 def _empty(tensor: Tensor) -> Tensor:

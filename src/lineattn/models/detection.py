@@ -105,7 +105,7 @@ class Detector(EncoderNetwork):
     """Names of the losses, in the order of their computation."""
 
     @abstractmethod
-    def dense(self, x: Tensor) -> list[Any]:
+    def forward_dense(self, x: Tensor) -> list[Any]:
         """Everything of an image ``(1, in_chans, H, W)`` but the choice of regions, for counting its cost.
 
         Heads of regions see as many as the network may propose, and those of masks as many as it may detect.
@@ -117,7 +117,7 @@ class Detector(EncoderNetwork):
         name = Path(found.name).name
         if not any(name in (arch, str(weights), Path(weights.url).name) for arch, weights in _NO_EPS.items()):
             return found, ()
-        tensors = {key: value - _EPS if _is_variance(key) else value for key, value in found.tensors.items()}
+        tensors = {key: value - _EPS if key.endswith(".running_var") else value for key, value in found.tensors.items()}
         change = (self.encoder_path, f"running variances less {_EPS}, as published with batch norms without eps")
         return replace(found, tensors=tensors), (change,)
 
@@ -128,7 +128,7 @@ class _TwoStage(Detector):
     rpn: Any
     roi_heads: Any
 
-    def dense(self, x: Tensor) -> list[Any]:
+    def forward_dense(self, x: Tensor) -> list[Any]:
         maps = list(self.backbone(x).values())
         boxes = self.roi_heads.box_head(self._regions(x, self.roi_heads.box_roi_pool, self.rpn.post_nms_top_n()))
         return [self.rpn.head(maps), self.roi_heads.box_predictor(boxes)]
@@ -159,10 +159,10 @@ class MaskRCNN(_TwoStage, tv.MaskRCNN):
             mask_predictor=MaskRCNNPredictor(channels, channels, num_classes + 1),
         )
 
-    def dense(self, x: Tensor) -> list[Any]:
+    def forward_dense(self, x: Tensor) -> list[Any]:
         heads = self.roi_heads
         regions = self._regions(x, heads.mask_roi_pool, heads.detections_per_img)
-        return [*super().dense(x), heads.mask_predictor(heads.mask_head(regions))]
+        return [*super().forward_dense(x), heads.mask_predictor(heads.mask_head(regions))]
 
 
 class RetinaNet(Detector, tv.RetinaNet):
@@ -187,7 +187,7 @@ class RetinaNet(Detector, tv.RetinaNet):
         anchors = AnchorGenerator(octaves, (_RATIOS,) * len(sizes))
         super().__init__(pyramid, num_classes + 1, anchor_generator=anchors, **torchvision)
 
-    def dense(self, x: Tensor) -> list[Any]:
+    def forward_dense(self, x: Tensor) -> list[Any]:
         net: Any = self
         return [net.head(list(net.backbone(x).values()))]
 
@@ -212,10 +212,6 @@ def _two_stage(
         "box_predictor": FastRCNNPredictor(box_width, num_classes + 1),
         **torchvision,
     }
-
-
-def _is_variance(key: str) -> bool:
-    return key.endswith(".running_var")
 
 
 _KINDS: dict[str, type[Any]] = {"faster_rcnn": FasterRCNN, "mask_rcnn": MaskRCNN, "retinanet": RetinaNet}

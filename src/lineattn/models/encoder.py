@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lineattn.errors import InputError
 from lineattn.hosts.sources import Source, Weights, read
-from lineattn.hosts.weights import LoadReport, load_trunk, strip
+from lineattn.hosts.weights import LoadReport, load_trunk
 
 
 class EncoderNetwork(nn.Module, ABC):
@@ -62,12 +62,9 @@ def load_encoder(net: EncoderNetwork, source: Source) -> LoadReport:
     found, changes = net.converted(read(source))
     ours, prefix = net.state_dict(), f"{net.encoder_path}."
     wrapper = next((before for key in found.tensors if (before := _before(prefix, key)) is not None), None)
-    if wrapper is None:
-        theirs = {strip(key, ours): value for key, value in found.tensors.items()}
-    else:
-        theirs = {key.removeprefix(wrapper): value for key, value in found.tensors.items()}
     rest: dict[str, Tensor] = {}
-    if any(key.startswith(prefix) for key in theirs):
+    if wrapper is not None:  # a whole network
+        theirs = {key.removeprefix(wrapper): value for key, value in found.tensors.items()}
         rest = {key: value for key, value in theirs.items() if not key.startswith(prefix)}
         inside = {key.removeprefix(prefix): value for key, value in theirs.items() if key.startswith(prefix)}
         found = replace(found, tensors=inside)

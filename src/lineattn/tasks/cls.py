@@ -24,6 +24,7 @@ class Classifier(ImageTask):
         arguments: Those of `lineattn.tasks.image.ImageTask`.
     """
 
+    task = "cls"
     metric = "acc1"
     columns = ("train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC
 from inspect import signature
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from lineattn import models
 from lineattn.errors import InputError
 from lineattn.hosts.weights import added_in, trunk_of
 from lineattn.models import create_model
@@ -20,6 +21,7 @@ from lineattn.tasks.seeding import seeded
 
 # What `create_model`, `attach` and `swap` take beside the arguments of a method.
 _NO_ARGUMENTS = {*signature(create_model).parameters, "example", "copy"} - {"method_args"}
+_FOR = {"seg": "segmentation", "det": "detection"}
 
 
 class ImageTask(Task, ABC):
@@ -47,6 +49,9 @@ class ImageTask(Task, ABC):
         seed: Seed of the run.
     """
 
+    task: ClassVar[models.Task]
+    """What its networks are for."""
+
     def __init__(
         self,
         name: str,
@@ -67,6 +72,9 @@ class ImageTask(Task, ABC):
         optim: Optim | None = None,
         seed: int = 0,
     ) -> None:
+        other = models.task_of(name)
+        if other not in ("cls", self.task):  # a name that nobody knows counts as one for classification
+            raise InputError(f"--model.name {name} is a network for {_FOR[other]}: choose another, see lineattn models")
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         arguments = {"name": name, "attn": attn, "init": init, "width": width, "net_args": net_args}
         arguments |= {"num_classes": outputs, "in_chans": in_chans}

@@ -29,6 +29,8 @@ class Segmenter(ImageTask):
         arguments: Those of `lineattn.tasks.image.ImageTask`.
     """
 
+    task = "seg"
+
     def __init__(
         self,
         name: str = "resunet",

@@ -152,7 +152,7 @@ def test_digits_need_no_folder():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": "voc"}, "unknown data 'voc'"),
+        ({"name": "voc"}, "unknown data set 'voc'"),
         ({"image_size": 8}, "--data.image_size 8"),
         ({"name": "coco", "image_size": 96}, "use --data.min_size"),
         ({"min_size": 0}, "--data.min_size 0"),

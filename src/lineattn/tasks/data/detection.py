@@ -16,8 +16,8 @@ from lineattn.tasks.data.base import VisualData
 from lineattn.tasks.data.dataset import OnError, Samples
 from lineattn.tasks.data.folder import DEFAULTS
 from lineattn.tasks.data.objects import DetSource, DetSplits, Target
+from lineattn.tasks.data.source import held_out
 from lineattn.tasks.ranges import require
-from lineattn.tasks.seeding import permutation
 
 _SHORT, _LONG = 800, 1333  # torchvision's sides, and the papers'
 _LEAST = 32  # side of a scene of digits that leaves pixels to tell them by
@@ -48,7 +48,6 @@ class DetectionData(VisualData):
         val_fraction: Part of the training images held out for validation where there is no validation split; by
             default 0.2 without validation and test, else none.
         on_error: What to do at an unreadable file: `stop`, or `skip` it and say so.
-        seed: Seed of the run.
 
     Attributes:
         image_size: The shorter side in evaluation.
@@ -74,12 +73,13 @@ class DetectionData(VisualData):
         std: list[float] | None = None,
         val_fraction: float | None = None,
         on_error: OnError = "stop",
+        *,
         seed: int = 0,
     ) -> None:
         chosen = name or ("digits" if root is None else "coco")
         super().__init__(chosen, root, batch_size, num_workers, on_error, seed)
         if chosen not in ("coco", "digits"):
-            raise unknown("data", chosen, ["coco", "digits"])
+            raise unknown("data set", chosen, ["coco", "digits"])
         digits = chosen == "digits"
         if image_size is not None and not digits:
             raise InputError("--data.image_size is for digits: use --data.min_size and --data.max_size")
@@ -120,21 +120,9 @@ class DetectionData(VisualData):
             found = det_digits.load(image_size=self.scene, channels=self.channels, masks=self.masks)
         else:
             found = coco.load(self.root, channels=self.channels, masks=self.masks)
-        found = self._hold_out(found)
+        usual = 0.2 if found.test is None else 0.0
+        found = held_out(found, usual if self.val_fraction is None else self.val_fraction)
         return self._without_empty(found) if self.drop_empty else found
-
-    def _hold_out(self, splits: DetSplits) -> DetSplits:
-        fraction = self.val_fraction
-        if fraction is None:
-            fraction = 0.2 if splits.test is None else 0.0
-        if splits.val is not None or fraction <= 0:
-            return splits
-        order = permutation(len(splits.train), 0)  # the same for all seeds
-        count = round(fraction * len(order))
-        if not 0 < count < len(order):
-            raise InputError(f"--data.val_fraction {fraction} of {len(order)} images leaves a split empty")
-        val, train = (splits.train.subset(sorted(part)) for part in (order[:count], order[count:]))
-        return replace(splits, train=train, val=val)
 
     def _without_empty(self, splits: DetSplits) -> DetSplits:
         kept = [index for index in range(len(splits.train)) if not splits.train.empty(index)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lineattn.errors import InputError, unknown
+from lineattn.errors import unknown
 from lineattn.tasks.data import seg_digits, seg_layouts
 from lineattn.tasks.data.base import VisualData
 from lineattn.tasks.data.dataset import OnError, Samples
@@ -18,9 +17,9 @@ from lineattn.tasks.data.joint import Joint, joint
 from lineattn.tasks.data.legend import IGNORE
 from lineattn.tasks.data.masks import RuleName
 from lineattn.tasks.data.pairs import PairSource, SegSplits
+from lineattn.tasks.data.source import held_out
 from lineattn.tasks.data.transforms import normalise, spread
 from lineattn.tasks.ranges import require
-from lineattn.tasks.seeding import permutation
 
 Fit = Literal["crop", "resize"]
 Flip = Literal["horizontal", "vertical"]
@@ -135,20 +134,8 @@ class SceneData(VisualData):
             found = seg_layouts.load(
                 self.name, self.root, channels=self.channels, classes_file=self.classes_file, masks=self.masks
             )
-        return self._hold_out(found)
-
-    def _hold_out(self, splits: SegSplits) -> SegSplits:
-        fraction = self.val_fraction
-        if fraction is None:
-            fraction = 0.2 if self.name == "folder" and splits.test is None else 0.0
-        if splits.val is not None or fraction <= 0:
-            return splits
-        order = permutation(len(splits.train), 0)  # the same for all seeds
-        count = round(fraction * len(order))
-        if not 0 < count < len(order):
-            raise InputError(f"--data.val_fraction {fraction} of {len(order)} images leaves a split empty")
-        val, train = (splits.train.subset(sorted(part)) for part in (order[:count], order[count:]))
-        return replace(splits, train=train, val=val)
+        usual = 0.2 if self.name == "folder" and found.test is None else 0.0
+        return held_out(found, usual if self.val_fraction is None else self.val_fraction)
 
     def samples(self, source: PairSource, *, training: bool) -> Scenes:
         square = self.image_size if training or self.fit == "resize" else None

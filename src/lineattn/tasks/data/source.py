@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from lineattn.errors import InputError
 from lineattn.tasks.data.reading import read_image
 from lineattn.tasks.data.transforms import Augment
 from lineattn.tasks.seeding import permutation
@@ -102,6 +103,25 @@ class Defaults:
     augment: Augment
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+
+_Parts = TypeVar("_Parts", bound=Splits[Any])
+
+
+def held_out(splits: _Parts, fraction: float) -> _Parts:
+    """Splits with a part of the training samples for validation, where there is none; the same part for all seeds.
+
+    Raises:
+        InputError: Nothing would be left of one of the two.
+    """
+    train = splits.train
+    if splits.val is not None or fraction <= 0:
+        return splits
+    order = permutation(len(train), 0)
+    count = round(fraction * len(order))
+    if not 0 < count < len(order):
+        raise InputError(f"--data.val_fraction {fraction} of {len(order)} images leaves a split empty")
+    return replace(splits, train=train.subset(sorted(order[count:])), val=train.subset(sorted(order[:count])))
 
 
 def stratified(labels: Sequence[int], fractions: Sequence[float]) -> list[list[int]]:
